@@ -1,0 +1,92 @@
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+# In the environment, not as -c, so that isolated builds are pinned too: for those pip reads the first before 25.3, the
+# second since.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help
+help: ## show this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+
+.PHONY: venv
+venv: $(STAMP) ## .venv with the package (editable) and all tools
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+.PHONY: test
+test: $(STAMP) ## all tests; ARGS= goes to pytest
+	$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: cov
+cov: $(STAMP) ## the same, with coverage
+	$(BIN)/python -m pytest --cov $(ARGS)
+
+.PHONY: lint
+lint: $(STAMP) ## ruff: rules and format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+.PHONY: format
+format: $(STAMP) ## ruff: fix what can be fixed, and format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+.PHONY: types
+types: $(STAMP) ## mypy, strict
+	$(BIN)/mypy
+
+.PHONY: examples
+examples: $(STAMP) ## run every example
+	@set -e; for example in examples/*.py; do echo "== $$example"; $(BIN)/python "$$example"; done
+
+.PHONY: wheel
+wheel: $(STAMP) ## build the wheel into dist/ and import it in a clean environment
+	rm -rf build dist
+	$(BIN)/python -m build --wheel
+	$(BIN)/python -m zipfile --list dist/*.whl | grep -F hicache_sched/py.typed
+	$(PYTHON) -m venv --clear .venv-wheel
+	.venv-wheel/bin/pip install --quiet dist/*.whl
+	# From elsewhere and isolated (-I), or the working tree would be imported.
+	cd / && $(CURDIR)/.venv-wheel/bin/python -I -c \
+		'import hicache_sched, importlib.metadata as m; print(m.version("hicache-sched"), hicache_sched.__file__)'
+	rm -rf build .venv-wheel
+
+.PHONY: gpu-wheels
+gpu-wheels: $(STAMP) ## download what test-gpu needs on a machine without network
+	rm -rf .gpu-wheels
+	$(BIN)/pip download --quiet --no-deps --only-binary :all: --dest .gpu-wheels structlog pytest-asyncio
+
+# The machine brings python3 with torch (built for its driver), uvloop, numpy and pytest. Only what it lacks is added,
+# beside it on PYTHONPATH, which works whether its python3 is a system one or itself a virtual environment. Its
+# versions are not the pinned ones, so a warning of theirs is no failure here, while an exception lost in one of our
+# threads still is.
+.PHONY: test-gpu
+test-gpu: ## the device tests on torch.cuda, with the machine's own torch
+	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("test-gpu: torch.cuda finds no device")'
+	@test -d .gpu-wheels || { echo "test-gpu: run 'make gpu-wheels' on a machine with network first" >&2; exit 1; }
+	rm -rf .gpu-site
+	$(PYTHON) -m pip install --quiet --no-index --no-deps --target .gpu-site .gpu-wheels/*.whl
+	HICACHE_SCHED_TEST_GPU=1 PYTHONPATH=$(CURDIR)/.gpu-site:$(CURDIR) $(PYTHON) -m pytest -m gpu -p no:cacheprovider \
+		-W default -W error::pytest.PytestUnhandledThreadExceptionWarning \
+		-W error::pytest.PytestUnraisableExceptionWarning $(ARGS) tests
+
+.PHONY: check
+check: lint types examples wheel cov ## everything that .ci/run runs
+
+.PHONY: clean
+clean: ## remove everything that was built or installed
+	rm -rf .venv .venv-wheel .gpu-wheels .gpu-site build dist *.egg-info
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov
+	find hicache_sched tests examples -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,319 @@
+"""Bursts: one submission on the h2d stream, and how far it has got.
+
+Progress is two watermarks. Layers go in order, so "layer i is enqueued" is `enqueued > i` and "layer i has landed"
+is `landed > i`. Fields are written under `lock`; watermarks and flags only ever move one way, so that reading one
+without the lock gives an answer that was true and, where it says yes, still is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Literal
+
+import torch
+
+from hicache_sched.ack import LoadAck
+from hicache_sched.device.runtime import Event
+from hicache_sched.errors import LoadCancelledError, LoadFailedError
+from hicache_sched.event_set import EventSet
+from hicache_sched.op_queue import OpQueue
+from hicache_sched.slots import Slot
+from hicache_sched.waiting import PENDING, Pending, Waiter, Waits, wake_all
+
+Stage = Literal["queued", "preparing", "enqueuing", "device"]
+
+Watch = tuple[Literal["enqueued", "landed", "submitted", "ended"], int]
+"""What a waiter waits for; the number is a layer, or 0."""
+
+SUBMITTED: Final[Watch] = ("submitted", 0)
+ENDED: Final[Watch] = ("ended", 0)
+
+
+class Burst:
+    """The load ops of one hand-out, merged.
+
+    Attributes:
+        id: number of the burst, from 1.
+        slot: index of the slot it was handed out in.
+        generation: that slot's generation.
+        num_layers: transfer layers.
+        queue: its load ops and their sums; the ops are dropped when it ends.
+        waits: how to wait for its progress.
+        start_event, fence_event: recorded at hand-out; None where there is nothing to wait for.
+        enqueued, landed: the watermarks, in layers.
+        begun: the data plane has taken it up.
+        submitted: the data plane will not touch it any more.
+        finish_recorded: its finish event has been recorded behind all that was submitted.
+        cancelled: it was cancelled before it was begun.
+        plane_stage: what the data plane is doing with it.
+        error: why it failed.
+        ack: how it ended; None while it lives.
+    """
+
+    def __init__(self, burst_id: int, slot: Slot, queue: OpQueue, num_layers: int, waits: Waits) -> None:
+        self.id = burst_id
+        self.slot = slot.index
+        self.generation = slot.generation
+        self.num_layers = num_layers
+        self.queue = queue
+        self.waits = waits
+        self.start_event: Event | None = None
+        self.fence_event: Event | None = None
+        self.inference_mode = torch.is_inference_mode_enabled()
+        self.grad_enabled = torch.is_grad_enabled()
+
+        self.lock = threading.Lock()
+        self.enqueued = 0
+        self.landed = 0
+        self.begun = False
+        self.submitted = False
+        self.finish_recorded = False
+        self.cancelled = False
+        self.error: BaseException | None = None
+        self.failed_stage: str | None = None
+        self.failed_layer: int | None = None
+        self.failure_logged = False
+        self.ack: LoadAck | None = None
+        self.events: EventSet | None = None
+        self.prepared: Any = None
+        self.needs_finish = False
+        self.progress_at = time.monotonic()
+        self.plane_stage: Stage = "queued"
+        self._holders = 0
+        self._waiters: dict[Watch, set[Waiter]] = {}
+        self._callbacks: list[Callable[[], object]] | None = []
+
+    # -- what everybody may read --------------------------------------------------------------------------------
+
+    @property
+    def stale(self) -> bool:
+        return self.error is not None or self.cancelled
+
+    @property
+    def ended(self) -> bool:
+        return self.ack is not None
+
+    @property
+    def stage(self) -> Stage:
+        """Where its next layer to land is."""
+        return "device" if self.enqueued > self.landed or self.submitted else self.plane_stage
+
+    @property
+    def slot_is_free(self) -> bool:
+        """Whether its slot may be handed out again, read from its own state and finish event.
+
+        The finish event alone would not do: until it has been recorded for this burst it says that an earlier
+        one is complete.
+        """
+        if self.ended:
+            return True
+        if not (self.submitted and self.finish_recorded):
+            return False
+        events = self.events
+        if events is None:  # the observer took them back: ended a moment ago
+            return True
+        try:
+            return events.ack_finish.query()
+        except Exception:
+            return False  # the observer meets the same error, ends the burst and wakes whoever waits for the slot
+
+    def failure(self) -> LoadFailedError | LoadCancelledError | None:
+        """A fresh exception for one who asks how it went wrong, None if it did not."""
+        if self.error is not None:
+            return LoadFailedError(self.queue.node_ids, self.failed_layer, self.error)
+        if self.cancelled:
+            return LoadCancelledError(self.queue.node_ids)
+        return None
+
+    @contextmanager
+    def thread_modes(self) -> Iterator[None]:
+        """Inference and grad mode of the thread that handed the burst out; both are thread-local in torch, and
+        in-place copies into inference tensors fail outside inference mode."""
+        with torch.inference_mode(self.inference_mode), torch.set_grad_enabled(self.grad_enabled):
+            yield
+
+    # -- steps of the data plane ----------------------------------------------------------------------------------
+
+    def begin(self, events: EventSet) -> bool:
+        """Take the burst up with these events; False if it has failed or was cancelled, they are then not used."""
+        with self.lock:
+            if self.stale:
+                return False
+            self.begun = True
+            self.events = events
+            self.plane_stage = "preparing"
+            return True
+
+    def enter_enqueuing(self, prepared: Any) -> None:
+        with self.lock:
+            self.prepared = prepared
+            self.needs_finish = True
+            self.plane_stage = "enqueuing"
+
+    def advance_enqueued(self, watermark: int) -> None:
+        with self.lock:
+            self.enqueued = watermark
+            waiters = self._waiters.pop(("enqueued", watermark - 1), ())
+        wake_all(waiters)
+
+    def fail(self, stage: str, layer: int | None, error: BaseException) -> bool:
+        """Mark it failed; waiters on what will not come are released. False if it is past failing."""
+        with self.lock:
+            if self.stale or self.ended:
+                return False
+            self.error, self.failed_stage, self.failed_layer = error, stage, layer
+            waiters = self._take_all_waiters()
+        wake_all(waiters)
+        return True
+
+    def mark_submitted(self) -> None:
+        with self.lock:
+            self.submitted = True
+            waiters = self._waiters.pop(SUBMITTED, ())
+        wake_all(waiters)
+
+    # -- steps of the landing observer -----------------------------------------------------------------------------
+
+    def advance_landed(self, watermark: int) -> None:
+        with self.lock:
+            if watermark <= self.landed:
+                return
+            reached = range(self.landed, watermark)
+            self.landed = watermark
+            self.progress_at = time.monotonic()
+            waiters = [waiter for layer in reached for waiter in self._waiters.pop(("landed", layer), ())]
+        wake_all(waiters)
+
+    def take_prepared(self) -> tuple[bool, Any]:
+        """Whether `prepared` is there to be finished, and it; only the first call gets it."""
+        with self.lock:
+            needs_finish, self.needs_finish = self.needs_finish, False
+            prepared, self.prepared = self.prepared, None
+        return needs_finish, prepared
+
+    def end(self, ack: LoadAck) -> tuple[EventSet | None, list[Waiter]]:
+        """End with `ack`.
+
+        :return: the events to be used again, None while a waiter still holds them; and whom to wake.
+        """
+        with self.lock:
+            self.ack = ack
+            self.submitted = True
+            self.queue.ops = []
+            self.start_event = self.fence_event = None
+            return self._release_events(), self._take_all_waiters()
+
+    def take_callbacks(self) -> list[Callable[[], object]]:
+        """Callbacks to run now that it has ended; callbacks added later run at once."""
+        with self.lock:
+            callbacks, self._callbacks = self._callbacks or [], None
+        return callbacks
+
+    # -- steps of waiters -------------------------------------------------------------------------------------------
+
+    def cancel(self) -> bool:
+        with self.lock:
+            if self.cancelled:
+                return True
+            if self.begun or self.submitted or self.error is not None:
+                return False
+            self.cancelled = True
+            waiters = self._take_all_waiters()
+        wake_all(waiters)
+        return True
+
+    def add_callback(self, callback: Callable[[], object]) -> bool:
+        """Keep `callback` for the end; False if that is past and it is the caller's to run."""
+        with self.lock:
+            if self._callbacks is None:
+                return False
+            self._callbacks.append(callback)
+            return True
+
+    def hold_events(self) -> bool:
+        """Keep the burst's events from being recorded for another burst; False if it has ended."""
+        with self.lock:
+            if self.ended:
+                return False
+            self._holders += 1
+            return True
+
+    def drop_events(self) -> EventSet | None:
+        """Undo `hold_events`; give back the events to be used again if this was what kept them."""
+        with self.lock:
+            self._holders -= 1
+            return self._release_events() if self.ended else None
+
+    def look_enqueued(self, layer: int, waiter: Waiter | None) -> bool | Pending:
+        """Whether `layer` was enqueued: True, False if it never will be, or pending."""
+        with self.lock:
+            if self.enqueued > layer:
+                return True
+            if self.stale or self.ended:
+                return False
+            return self._register(("enqueued", layer), waiter)
+
+    def look_landed(self, layer: int, waiter: Waiter | None) -> bool | Pending:
+        """Whether `layer` has landed: True, False if it never will, or pending."""
+        with self.lock:
+            if self.landed > layer:
+                return True
+            if self.ended or (self.stale and self.enqueued <= layer):
+                return False
+            return self._register(("landed", layer), waiter)
+
+    def look_submitted(self, layer: int, waiter: Waiter | None) -> bool | Pending:
+        """Whether `layer` is enqueued, or whether the data plane is done with the burst before it came to that."""
+        with self.lock:
+            if self.enqueued > layer:
+                return True
+            if self.submitted or self.cancelled:
+                return False
+            self._register(SUBMITTED, waiter)
+            return self._register(("enqueued", layer), waiter)
+
+    def look_ended(self, waiter: Waiter | None) -> LoadAck | Pending | None:
+        """The ack; None at once for a cancelled burst, whose ack comes in its turn."""
+        with self.lock:
+            if self.ack is not None or self.cancelled:
+                return self.ack
+            return self._register(ENDED, waiter)
+
+    def register_for(self, watches: tuple[Watch, ...], waiter: Waiter) -> None:
+        """Register without looking, for one who looks for himself afterwards."""
+        with self.lock:
+            for watch in watches:
+                self._register(watch, waiter)
+
+    def forget(self, waiter: Waiter) -> None:
+        with self.lock:
+            for watch in [watch for watch, waiters in self._waiters.items() if waiter in waiters]:
+                self._waiters[watch].discard(waiter)
+                if not self._waiters[watch]:
+                    del self._waiters[watch]
+
+    def waiter_names(self) -> list[str]:
+        """Who waits for it now, in no particular order."""
+        with self.lock:
+            return sorted({waiter.name for waiters in self._waiters.values() for waiter in waiters if waiter.name})
+
+    # -- inside; the lock is held ---------------------------------------------------------------------------------
+
+    def _register(self, watch: Watch, waiter: Waiter | None) -> Pending:
+        if waiter is not None:
+            self._waiters.setdefault(watch, set()).add(waiter)
+        return PENDING
+
+    def _take_all_waiters(self) -> list[Waiter]:
+        waiters = [waiter for waiters in self._waiters.values() for waiter in waiters]
+        self._waiters.clear()
+        return waiters
+
+    def _release_events(self) -> EventSet | None:
+        if self._holders:
+            return None
+        events, self.events = self.events, None
+        return events

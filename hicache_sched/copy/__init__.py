@@ -1,0 +1,7 @@
+"""Planning and submitting copies."""
+
+from hicache_sched.copy.backend import BurstBackend, TransferPoint
+from hicache_sched.copy.plan import CopyPlan
+from hicache_sched.copy.pooled import PooledBackend
+
+__all__ = ["BurstBackend", "CopyPlan", "PooledBackend", "TransferPoint"]

@@ -1,0 +1,69 @@
+"""How copies are made: the protocol between the scheduler and the pools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hicache_sched.load_op import LoadOp
+
+if TYPE_CHECKING:
+    from hicache_sched.device.binding import DeviceBinding
+
+
+class TransferPoint(Protocol):
+    """What `BurstBackend.bind` is given: the scheduler, as far as a backend needs it.
+
+    Attributes:
+        device: the device that the scheduler is bound to, its runtime at `device.runtime`.
+        runtime: the device API in use.
+        h2d_stream: the stream that layers are submitted on.
+        index_stream: the stream that device indices are read on in async mode.
+    """
+
+    @property
+    def device(self) -> DeviceBinding: ...
+    @property
+    def runtime(self) -> Any: ...
+    @property
+    def h2d_stream(self) -> Any: ...
+    @property
+    def index_stream(self) -> Any: ...
+
+
+class BurstBackend(Protocol):
+    """Makes a burst's copies; an engine brings its own to move pools of its own.
+
+    `bind`, `prepare` and `enqueue_layer` are called on the data plane's thread (the caller's thread in inline
+    mode; `bind` on the thread that starts the scheduler), `finish` on the landing observer's. Whatever they
+    raise fails the burst and nothing else.
+
+    Attributes:
+        num_layers: transfer layers of a burst.
+        pool_names: the anchor's name first, then the side pools'.
+    """
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def pool_names(self) -> Sequence[str]: ...
+
+    def bind(self, scheduler: TransferPoint) -> None:
+        """Learn the scheduler's runtime and streams; called once, at start."""
+
+    def prepare(self, ops: Sequence[LoadOp]) -> Any:
+        """Merge a burst's load ops, read and check their indices; may block.
+
+        The index stream is current and behind the start event (in inline mode: the caller's stream). A
+        `num_bytes` attribute of what is returned goes into the ack.
+
+        Raises:
+            InvalidLoadError: an index is out of range, a destination is named twice, or a run is not
+                page-aligned in a paged pool.
+        """
+
+    def enqueue_layer(self, prepared: Any, layer: int) -> None:
+        """Submit one layer of every pool; the h2d stream is current and behind start and fence events."""
+
+    def finish(self, prepared: Any) -> None:
+        """Release what `prepare` made; called once, after what was submitted has landed."""

@@ -1,0 +1,102 @@
+"""One runtime and one device of it, with what the scheduler needs to know about them in one place."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import AbstractContextManager
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from hicache_sched.device.emulated import EmulatedDevice
+from hicache_sched.device.runtime import Event, Runtime, Stream
+
+_CU_STREAM_CAPTURE_MODE_RELAXED = 2
+
+
+class DeviceBinding:
+    """A runtime bound to the device that was current where it was made.
+
+    Streams, events and current streams are taken for that device explicitly, whichever device is current on the
+    calling thread.
+
+    Attributes:
+        runtime: the device API in use.
+        index: which of the runtime's devices.
+    """
+
+    def __init__(self, runtime: Any) -> None:
+        self.runtime: Runtime = runtime
+        self.index: int = runtime.current_device()
+        self._is_cuda = runtime is torch.cuda
+        # Runtimes without stream capture lack the question as well.
+        self._is_capturing = getattr(runtime, "is_current_stream_capturing", None)
+
+    @property
+    def name(self) -> str:
+        """The device as logs name it."""
+        if isinstance(self.runtime, EmulatedDevice):
+            return "emulated"
+        runtime_name = getattr(self.runtime, "__name__", type(self.runtime).__name__)
+        return f"{runtime_name.removeprefix('torch.')}:{self.index}"
+
+    def new_stream(self) -> Stream:
+        stream: Stream = self.runtime.Stream(device=self.index)
+        return stream
+
+    def new_event(self, *, timed: bool = False) -> Event:
+        """An event that is safe to block on: without `blocking=True` a wait on the host spins (CUDA runtime
+        API, `cudaEventBlockingSync`)."""
+        event: Event = self.runtime.Event(enable_timing=timed, blocking=True)
+        return event
+
+    def current_stream(self) -> Stream:
+        stream: Stream = self.runtime.current_stream(self.index)
+        return stream
+
+    def use_stream(self, stream: Stream) -> AbstractContextManager[Any]:
+        return self.runtime.stream(stream)
+
+    def is_capturing(self) -> bool:
+        """Whether the calling thread's current stream is being captured into a graph."""
+        return self._is_capturing is not None and bool(self._is_capturing())
+
+    def bind_thread(self) -> None:
+        """Make this device the calling thread's, once in the life of a thread of ours.
+
+        On CUDA the thread also leaves the global capture mode: an event query made in it would invalidate a
+        capture that an engine runs on another thread (CUDA driver API, `cuThreadExchangeStreamCaptureMode`).
+        """
+        self.runtime.set_device(self.index)
+        if self._is_cuda:
+            mode = ctypes.c_int(_CU_STREAM_CAPTURE_MODE_RELAXED)
+            status = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+            if status != 0:
+                raise RuntimeError(f"cuThreadExchangeStreamCaptureMode failed with CUresult {status}")
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether reading `tensor` on the host has to wait for the device.
+
+        Only a device module of torch can be told by the tensor: emulated device memory is CPU memory, so with any
+        other runtime every tensor counts as the device's.
+        """
+        return tensor.device.type != "cpu" or not isinstance(self.runtime, ModuleType)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Values of `tensor` in CPU memory, read in order of the current stream; blocks until they are there."""
+        if isinstance(self.runtime, EmulatedDevice):
+            return self.runtime.read(tensor)
+        return tensor.cpu()
+
+
+def runs_inline(stream: Stream) -> bool:
+    """Whether being ordered behind an event means, on this stream, blocking the calling thread."""
+    return getattr(stream, "runs_inline", False)  # torch's streams never do and have no such attribute
+
+
+@cache
+def default_runtime() -> Any:
+    """`torch.cuda` where there is one, else the one emulated device of this process."""
+    return torch.cuda if torch.cuda.is_available() else EmulatedDevice()

@@ -1,0 +1,164 @@
+"""Jobs: what the loop does for one burst, and for one hand-out that waits for a slot, while they last."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+
+from hicache_sched.burst import ENDED, Burst, Watch
+from hicache_sched.delivery import Delivery, log_failure
+from hicache_sched.hand_out import SlotWait
+from hicache_sched.log import log, say
+from hicache_sched.protocol import TransferProtocol
+from hicache_sched.waiting import LoopWaiter
+
+
+class StallClock:
+    """When the next stall of something is due to be logged. All times are `time.monotonic` seconds."""
+
+    def __init__(self, interval: float, since: float) -> None:
+        self._interval = interval
+        self._since = since
+        self._due = since + interval
+
+    def progressed(self, at: float) -> None:
+        """Something happened at that time: the wait starts again."""
+        if at > self._since:
+            self._since, self._due = at, at + self._interval
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds until a stall is due; None for never."""
+        return None if math.isinf(self._due) else max(0.0, self._due - time.monotonic())
+
+    @property
+    def waited(self) -> float:
+        return time.monotonic() - self._since
+
+    def is_due(self) -> bool:
+        """Whether a stall is to be logged now; the next is then an interval away."""
+        now = time.monotonic()
+        if now < self._due:
+            return False
+        self._due = now + self._interval
+        return True
+
+
+class Jobs:
+    """Makes and runs jobs; every method is called on the loop thread."""
+
+    def __init__(self, protocol: TransferProtocol, delivery: Delivery, stall_log_interval: float) -> None:
+        self._protocol = protocol
+        self._delivery = delivery
+        self._interval = stall_log_interval
+        self._of_bursts: dict[int, asyncio.Task[None]] = {}
+        self._slot_wait: SlotWait | None = None
+        self._of_slot: asyncio.Task[None] | None = None
+
+    def begin(self, burst: Burst) -> None:
+        """Start the job of a burst; does nothing where there is one."""
+        if burst.id not in self._of_bursts and (not burst.ended or self._protocol.next_undelivered() is not None):
+            task = asyncio.get_running_loop().create_task(self._follow(burst), name=f"burst-{burst.id}")
+            self._of_bursts[burst.id] = task
+
+    def watch_slot(self, slot_wait: SlotWait) -> None:
+        """Log while a hand-out waits too long for its slot."""
+        self._slot_wait = slot_wait
+        self._of_slot = asyncio.get_running_loop().create_task(self._watch(slot_wait), name="slot-wait")
+
+    def resume(self) -> None:
+        """Take up again what was under way when the loop died."""
+        loop = asyncio.get_running_loop()
+        for burst_id, task in list(self._of_bursts.items()):
+            if task.done() or task.get_loop() is not loop:
+                del self._of_bursts[burst_id]
+        for burst in self._protocol.bursts_alive():
+            self.begin(burst)
+        watching = self._of_slot is not None and not self._of_slot.done() and self._of_slot.get_loop() is loop
+        if self._slot_wait is not None and not self._slot_wait.over and not watching:
+            self.watch_slot(self._slot_wait)
+
+    async def _follow(self, burst: Burst) -> None:
+        """Await the burst's progress and its end, then deliver it in its turn."""
+        try:
+            await self._log_stalls_until_end(burst)
+        finally:
+            # Where the logging itself was interrupted, the burst's end is still to be delivered when it comes.
+            if burst.ended:
+                self._delivery.run()
+            self._of_bursts.pop(burst.id, None)
+
+    async def _log_stalls_until_end(self, burst: Burst) -> None:
+        clock = StallClock(self._interval, burst.progress_at)
+        stalled: int | None = None
+        stalled_since = 0.0
+        while True:
+            waiter = LoopWaiter(name="")
+            try:
+                watches: tuple[Watch, ...] = (ENDED,) if stalled is None else (ENDED, ("landed", stalled))
+                burst.register_for(watches, waiter)
+                log_failure(burst)
+                if stalled is not None and (burst.landed > stalled or burst.ended):
+                    self._say_layer("layer_recovered", log.info, burst, stalled, time.monotonic() - stalled_since)
+                    stalled = None
+                if burst.ended:
+                    return
+                clock.progressed(burst.progress_at)
+                if clock.is_due():
+                    if stalled is None:
+                        stalled, stalled_since = burst.landed, burst.progress_at
+                        burst.register_for((("landed", stalled),), waiter)
+                    self._say_layer("layer_stalled", log.warning, burst, stalled, clock.waited)
+                    if burst.landed > stalled:
+                        continue
+                await asyncio.wait((waiter.future,), timeout=clock.remaining)
+            finally:
+                burst.forget(waiter)
+
+    def _say_layer(self, event: str, method: Callable[..., object], burst: Burst, layer: int, waited: float) -> None:
+        oldest = self._protocol.oldest_in_flight()
+        waiters = burst.waiter_names()
+        say(
+            method,
+            event,
+            burst_id=burst.id,
+            slot=burst.slot,
+            generation=burst.generation,
+            layer=layer,
+            stage=burst.stage,
+            waited_s=round(waited, 3),
+            waiter=waiters[0] if waiters else None,
+            node_ids=list(burst.queue.node_ids),
+            queue_depth=self._protocol.queue_depth,
+            blocked_behind=None if oldest is None or oldest is burst else oldest.id,
+        )
+
+    async def _watch(self, slot_wait: SlotWait) -> None:
+        clock = StallClock(self._interval, slot_wait.since)
+        stalled = False
+        while True:
+            waiter = LoopWaiter(name="")
+            slot_wait.watch(waiter)
+            if slot_wait.over:
+                break
+            if clock.is_due():
+                stalled = True
+                self._say_slot("slot_stalled", log.warning, slot_wait, clock.waited)
+            await asyncio.wait((waiter.future,), timeout=clock.remaining)
+        if stalled:
+            self._say_slot("slot_recovered", log.info, slot_wait, clock.waited)
+
+    def _say_slot(self, event: str, method: Callable[..., object], slot_wait: SlotWait, waited: float) -> None:
+        _, burst = self._protocol.next_slot()
+        say(
+            method,
+            event,
+            slot=slot_wait.slot,
+            waited_s=round(waited, 3),
+            waiter=slot_wait.waiter,
+            burst_id=None if burst is None else burst.id,
+            stage=None if burst is None else burst.stage,
+            queue_depth=self._protocol.queue_depth,
+        )

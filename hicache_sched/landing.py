@@ -1,0 +1,220 @@
+"""Landing: noticing that layers have landed, and ending bursts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from hicache_sched.ack import AckStatus, LoadAck
+from hicache_sched.burst import Burst
+from hicache_sched.copy.backend import BurstBackend
+from hicache_sched.data_plane import OwnThread
+from hicache_sched.device.binding import DeviceBinding
+from hicache_sched.device.runtime import Stream
+from hicache_sched.errors import LoadFailedError
+from hicache_sched.event_set import EventSetPool
+from hicache_sched.failure import FailureDesk
+from hicache_sched.log import log, say
+from hicache_sched.protocol import ACK_BACKLOG, TransferProtocol
+from hicache_sched.waiting import PENDING, ThreadWaiter
+
+
+class BurstEnd:
+    """Ends bursts once what was submitted of them has landed; on the thread that observed the landing."""
+
+    def __init__(
+        self, protocol: TransferProtocol, backend: BurstBackend, event_sets: EventSetPool, failures: FailureDesk
+    ) -> None:
+        self._protocol = protocol
+        self._backend = backend
+        self._event_sets = event_sets
+        self._failures = failures
+
+    def end(self, burst: Burst) -> None:
+        """Finish and publish the oldest burst in flight."""
+        num_bytes = 0
+        needs_finish, prepared = burst.take_prepared()
+        if needs_finish:
+            try:
+                num_bytes = getattr(prepared, "num_bytes", 0)  # optional in the backend protocol
+                with burst.thread_modes():
+                    self._backend.finish(prepared)
+            except BaseException as exc:
+                self._failures.burst_failed(burst, "finish", None, exc)
+        events, backlog = self._protocol.publish(burst, self._ack(burst, num_bytes))
+        if events is not None:
+            self._event_sets.give_back(events)
+        if backlog:
+            say(
+                log.warning,
+                "ack_backlog",
+                acks_unpopped=ACK_BACKLOG + 1,
+                way_out="call pop_acks() regularly, or set poll_acks=False and use handles or on_ack",
+            )
+
+    def _ack(self, burst: Burst, num_bytes: int) -> LoadAck:
+        failure = burst.failure()
+        tokens_by_pool = burst.queue.tokens_by_pool
+        if failure is None:
+            status = AckStatus.OK
+        else:
+            status = AckStatus.FAILED if isinstance(failure, LoadFailedError) else AckStatus.CANCELLED
+            tokens_by_pool, num_bytes = dict.fromkeys(tokens_by_pool, 0), 0
+        return LoadAck(
+            burst_id=burst.id,
+            slot=burst.slot,
+            generation=burst.generation,
+            status=status,
+            node_ids=tuple(burst.queue.node_ids),
+            num_tokens=tokens_by_pool[self._protocol.pool_names[0]],
+            num_tokens_by_pool=dict(tokens_by_pool),
+            num_bytes=num_bytes,
+            duration_ms=_duration_ms(burst) if failure is None else None,
+            error=failure if isinstance(failure, LoadFailedError) else None,
+        )
+
+
+def _duration_ms(burst: Burst) -> float | None:
+    assert burst.events is not None
+    try:
+        return burst.events.ack_start.elapsed_time(burst.events.ack_finish)
+    except Exception:
+        return None  # a runtime whose events have no timing
+
+
+class LandingObserver(OwnThread):
+    """Follows the oldest burst in flight, blocked in its next layer's event without the GIL."""
+
+    def __init__(
+        self,
+        thread_name: str,
+        device: DeviceBinding,
+        failures: FailureDesk,
+        protocol: TransferProtocol,
+        h2d_stream: Stream,
+        burst_end: BurstEnd,
+    ) -> None:
+        super().__init__(thread_name, device, failures)
+        self._protocol = protocol
+        self._h2d_stream = h2d_stream
+        self._burst_end = burst_end
+        self._waiter: ThreadWaiter | None = None
+        self._abandoned = False
+
+    def abandon(self) -> None:
+        """Stop following what is in flight, for the end of the process; must not block."""
+        self._abandoned = True
+        if (waiter := self._waiter) is not None:
+            waiter.wake()
+        self.stop()
+
+    def _serve(self) -> None:
+        while not self._abandoned and (burst := self._protocol.oldest_in_flight()) is not None:
+            self._follow(burst)
+            del burst  # a parked thread keeps nothing alive
+
+    def _follow(self, burst: Burst) -> None:
+        for layer in range(burst.landed, burst.num_layers):
+            if not self._wait_enqueued(burst, layer):
+                break
+            if not self._wait_landed(burst, layer):
+                break
+            burst.advance_landed(layer + 1)
+        self._wait_enqueued(burst, burst.num_layers)  # no such layer: this waits until the data plane is done
+        if self._abandoned:
+            return
+        if burst.begun:
+            self._wait_finished(burst)
+        self._protocol.wake()  # the slot is free from here on, however long `finish` takes
+        self._burst_end.end(burst)
+
+    def _wait_enqueued(self, burst: Burst, layer: int) -> bool:
+        """Wait until `layer` is enqueued; False if that will not be."""
+        while True:
+            # Published before the flag is read: who sets the flag wakes the waiter that it finds.
+            waiter = self._waiter = ThreadWaiter(name="")
+            if self._abandoned:
+                return False
+            try:
+                found = burst.look_submitted(layer, waiter)
+                if found is not PENDING:
+                    return found
+                waiter.sleep(None)
+            finally:
+                burst.forget(waiter)
+
+    def _wait_landed(self, burst: Burst, layer: int) -> bool:
+        events = burst.events
+        assert events is not None, "an enqueued layer has an event"
+        try:
+            events.layers[layer].synchronize()
+        except Exception as exc:
+            if not self._abandoned:
+                self._failures.burst_failed(burst, "device", layer, exc)
+            return False
+        return True
+
+    def _wait_finished(self, burst: Burst) -> None:
+        """Wait until all that was submitted has landed."""
+        if self._protocol.lost is not None:
+            return
+        try:
+            if burst.finish_recorded:
+                assert burst.events is not None
+                burst.events.ack_finish.synchronize()
+            else:  # it could not be recorded; later bursts are waited for too, which is late but not wrong
+                self._h2d_stream.synchronize()
+        except Exception as exc:
+            if not self._abandoned:
+                self._failures.burst_failed(burst, "device", None, exc)
+
+
+class InlineObserver:
+    """Notices landings for inline mode, where no thread of ours does: whoever asks, asks the device."""
+
+    def __init__(
+        self,
+        failures: FailureDesk,
+        protocol: TransferProtocol,
+        h2d_stream: Stream,
+        burst_end: BurstEnd,
+        deliver: Callable[[], None],
+    ) -> None:
+        self._failures = failures
+        self._protocol = protocol
+        self._h2d_stream = h2d_stream
+        self._burst_end = burst_end
+        self._deliver = deliver
+        self._observing = threading.Lock()
+
+    def observe(self) -> None:
+        """Advance the watermarks as far as the device has got, end what has landed, run its callbacks.
+
+        Returns at once where another thread, or a callback's caller, is at it.
+        """
+        if not self._observing.acquire(blocking=False):
+            return
+        try:
+            while (burst := self._protocol.oldest_in_flight()) is not None and self._has_landed(burst):
+                self._burst_end.end(burst)
+            self._deliver()
+        finally:
+            self._observing.release()
+
+    def _has_landed(self, burst: Burst) -> bool:
+        """Advance the burst's watermark; whether all that was submitted has landed."""
+        if not burst.begun:
+            return burst.cancelled
+        events = burst.events
+        assert events is not None, "a burst that has begun keeps its events until it ends"
+        try:
+            if burst.failed_stage != "device":
+                while burst.landed < burst.enqueued and events.layers[burst.landed].query():
+                    burst.advance_landed(burst.landed + 1)
+            if not burst.submitted:
+                return False
+            return events.ack_finish.query() if burst.finish_recorded else self._h2d_stream.query()
+        except Exception as exc:
+            self._failures.burst_failed(burst, "device", burst.landed, exc)
+            burst.finish_recorded = False  # its events cannot be trusted: the stream has to be asked from now on
+            return self._protocol.lost is not None and burst.submitted

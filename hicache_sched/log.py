@@ -1,0 +1,25 @@
+"""The package's logger, and logging that cannot fail what it reports on."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import structlog
+
+log = structlog.get_logger()
+
+
+def say(method: Callable[..., Any], event: str, **context: Any) -> None:
+    """Log one event; a logger that raises is reported on stderr and changes nothing, as in the logging module."""
+    try:
+        method(event, **context)
+    except BaseException as exc:
+        if isinstance(exc, KeyboardInterrupt):
+            raise
+        with suppress(Exception):  # stderr may be gone too, and then nobody is left to tell
+            sys.stderr.write(f"hicache_sched: logging {event!r} failed:\n")
+            traceback.print_exception(exc, file=sys.stderr)

@@ -1,0 +1,99 @@
+"""The dedicated event-loop thread.
+
+It does what is not on the path of a copy: jobs, callbacks, stall timers, logs. Nothing that can block on the device
+runs here, so it goes on answering while the data plane is stuck in a call. If the loop dies (somebody stopped it, or
+a SystemExit got through) it is run again, and its jobs are taken up from the shared state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from hicache_sched.config import EventLoop
+from hicache_sched.failure import FailureDesk
+from hicache_sched.job import Jobs
+
+
+def loop_factory(event_loop: EventLoop) -> tuple[Callable[[], asyncio.AbstractEventLoop], EventLoop]:
+    """How to make the loop, and what it really is: uvloop falls back to asyncio where it is not installed."""
+    if event_loop == "uvloop":
+        try:
+            import uvloop
+        except ImportError:
+            return asyncio.new_event_loop, "asyncio"
+        return uvloop.new_event_loop, "uvloop"
+    return asyncio.SelectorEventLoop, "asyncio"
+
+
+class LoopThread:
+    """Runs one event loop until it is told to stop."""
+
+    def __init__(
+        self, name: str, make_loop: Callable[[], asyncio.AbstractEventLoop], jobs: Jobs, failures: FailureDesk
+    ) -> None:
+        self._make_loop = make_loop
+        self._jobs = jobs
+        self._failures = failures
+        self._stopping = False
+        self._loop = make_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def ident(self) -> int | None:
+        return self._thread.ident
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def call(self, fn: Callable[..., object], *args: Any) -> None:
+        """Call `fn` on the loop thread soon; from any thread, never blocking.
+
+        Only a hint: what the loop had not got to when it died, it finds in the shared state.
+        """
+        with suppress(RuntimeError):  # the loop has just been closed; the next one looks for itself
+            self._loop.call_soon_threadsafe(fn, *args)
+
+    def stop(self) -> None:
+        self._stopping = True
+        with suppress(RuntimeError):  # it has ended and its loop is closed
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def join(self, deadline: float | None) -> bool:
+        """Wait until the thread has ended; False if `deadline` (`time.monotonic` seconds) came first."""
+        self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                if self._loop.is_closed():
+                    self._loop = self._make_loop()
+                asyncio.set_event_loop(self._loop)
+                self._loop.call_soon(self._jobs.resume)
+                self._loop.run_forever()
+                if self._stopping:
+                    break
+                raise RuntimeError("the event loop was stopped by somebody else")
+            except BaseException as exc:
+                if self._stopping:
+                    break
+                self._failures.thread_failed(self._thread.name, exc)
+        try:
+            self._loop.run_until_complete(_cancel_all_tasks())
+        except BaseException as exc:
+            self._failures.thread_failed(self._thread.name, exc)
+        finally:
+            asyncio.set_event_loop(None)
+            self._loop.close()
+
+
+async def _cancel_all_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,330 @@
+"""The state that engine, data plane and landing observer share, and the atomic steps they make on it.
+
+Every method is one step: one critical section, so that what happens between two of them is an interleaving of whole
+steps. `tests/protocol` explores all of those on a model with the same steps under the same names.
+
+Locks are taken in one order, this one's before a burst's, and nobody is woken, called back or logged to while one is
+held.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from hicache_sched.ack import AckStatus, LoadAck
+from hicache_sched.burst import Burst
+from hicache_sched.errors import DeviceLostError, HiCacheSchedError, SchedulerClosedError
+from hicache_sched.event_set import EventSet
+from hicache_sched.load_op import LoadOp
+from hicache_sched.op_queue import OpQueue
+from hicache_sched.slots import SlotRing
+from hicache_sched.waiting import PENDING, Pending, Waiter, Waits, wake_all
+
+ACK_BACKLOG = 4096
+"""Unpopped acks over which the engine is told that it does not pop them."""
+
+
+class Lifecycle(Enum):
+    NEW = auto()
+    RUNNING = auto()
+    CLOSING = auto()
+    CLOSED = auto()
+
+
+class TransferProtocol:
+    """Queued ops, slots, bursts in flight and acks.
+
+    Attributes:
+        pool_names: the anchor's name first.
+        num_layers: transfer layers of a burst.
+        lost: set once every device call fails.
+        last_error: the newest failure.
+    """
+
+    def __init__(self, pool_names: Sequence[str], num_layers: int, poll_acks: bool) -> None:
+        self.pool_names = tuple(pool_names)
+        self.num_layers = num_layers
+        self.lost: DeviceLostError | None = None
+        self.last_error: BaseException | None = None
+        self._poll_acks = poll_acks
+        self._lock = threading.Lock()
+        self._lifecycle = Lifecycle.NEW
+        self._queue = OpQueue(self.pool_names)
+        self._slots: SlotRing | None = None
+        self._handing_out = False
+        self._resetting = False
+        self._epoch = 0
+        self._bursts_handed_out = 0
+        self._in_flight: deque[Burst] = deque()
+        self._undelivered: deque[Burst] = deque()
+        self._acks: deque[LoadAck] = deque()
+        self._totals = dict.fromkeys(AckStatus, 0)
+        self._loaded_tokens = 0
+        self._loaded_bytes = 0
+        self._waiters: set[Waiter] = set()
+
+    # -- lifecycle ------------------------------------------------------------------------------------------------
+
+    @property
+    def lifecycle(self) -> Lifecycle:
+        return self._lifecycle
+
+    def start(self, slots: SlotRing) -> None:
+        with self._lock:
+            self._slots = slots
+            self._lifecycle = Lifecycle.RUNNING
+
+    def begin_close(self) -> None:
+        """From here on nothing is loaded or handed out, until the close succeeds."""
+        with self._lock:
+            self._lifecycle = Lifecycle.CLOSING
+        self.wake()
+
+    def finish_close(self) -> bool:
+        """False if another close has finished it."""
+        with self._lock:
+            first = self._lifecycle is not Lifecycle.CLOSED
+            self._lifecycle = Lifecycle.CLOSED
+        self.wake()
+        return first
+
+    # -- engine scheduler -------------------------------------------------------------------------------------------
+
+    def load(self, op: LoadOp) -> None:
+        with self._lock:
+            self._check_not_closing()
+            if self._resetting:
+                raise HiCacheSchedError("load() during reset(): wait until reset() has returned, then load")
+            self._queue.append(op, self.pool_names[0])
+
+    def begin_hand_out(self) -> int:
+        """Enter a hand-out; `end_hand_out` leaves it. Gives the epoch that it belongs to."""
+        with self._lock:
+            if self._lifecycle is Lifecycle.NEW:
+                raise SchedulerClosedError(
+                    "hand-out before start(): call start() first, or use the scheduler in `with`"
+                )
+            self._check_not_closing()
+            self._check_not_lost()
+            if self._handing_out:
+                raise HiCacheSchedError(
+                    "a second hand-out while one is under way: one engine thread or loop drives a scheduler; "
+                    "await the first start_loading() before the next"
+                )
+            if self._resetting:
+                raise HiCacheSchedError("hand-out during reset(): wait until reset() has returned")
+            self._handing_out = True
+            return self._epoch
+
+    def look_for_slot(self, epoch: int, waits: Waits, waiter: Waiter | None) -> Burst | Pending | None:
+        """Claim the next slot for all queued ops, if it is free.
+
+        None if there is nothing to hand out (any more, after a reset).
+        """
+        with self._lock:
+            if self._epoch != epoch or not self._queue:
+                return None
+            self._check_not_closing()
+            self._check_not_lost()
+            assert self._slots is not None
+            slot = self._slots.next
+            if self._resetting or not slot.is_free:
+                return self._register(waiter)
+            self._slots.rotate()
+            slot.generation += 1
+            self._bursts_handed_out += 1
+            queue, self._queue = self._queue, OpQueue(self.pool_names)
+            burst = slot.burst = Burst(self._bursts_handed_out, slot, queue, self.num_layers, waits)
+            burst.start_event, burst.fence_event = slot.start_event, slot.fence_event
+            self._in_flight.append(burst)
+            return burst
+
+    def end_hand_out(self) -> None:
+        with self._lock:
+            self._handing_out = False
+
+    def pop_acks(self) -> list[LoadAck]:
+        with self._lock:
+            acks = list(self._acks)
+            self._acks.clear()
+            return acks
+
+    def burst_in(self, slot: int, generation: int | None) -> Burst | None:
+        """The burst that (slot, generation) names, None if that is not the slot's last one."""
+        with self._lock:
+            slots = [] if self._slots is None else self._slots.slots
+            if not 0 <= slot < max(len(slots), 1):
+                raise IndexError(f"slot {slot} is out of range: this scheduler has slots 0 to {len(slots) - 1}")
+            burst = slots[slot].burst if slots else None
+            return burst if burst is not None and generation in (None, burst.generation) else None
+
+    # -- reset ------------------------------------------------------------------------------------------------------
+
+    def begin_reset(self) -> None:
+        with self._lock:
+            self._check_not_closing()
+            if self._resetting:
+                raise HiCacheSchedError("a second reset() while one is under way")
+            self._resetting = True
+
+    def look_drained(self, waiter: Waiter | None) -> bool | Pending:
+        """True once every burst that was handed out has ended and its callbacks have run."""
+        with self._lock:
+            return True if self._is_drained else self._register(waiter)
+
+    def look_reset(self, waiter: Waiter | None) -> bool | Pending:
+        """Finish the reset, once drained: after this no ack of an earlier burst is published."""
+        with self._lock:
+            if not self._is_drained:
+                return self._register(waiter)
+            self._queue = OpQueue(self.pool_names)
+            self._acks.clear()
+            if self._slots is not None:
+                self._slots.restart()
+            self._epoch += 1
+            self._resetting = False
+        self.wake()
+        return True
+
+    def abandon_reset(self) -> None:
+        """Undo `begin_reset`; a hand-out that waits goes on waiting. Does nothing after `look_reset` said True."""
+        with self._lock:
+            self._resetting = False
+        self.wake()
+
+    # -- data plane and landing observer --------------------------------------------------------------------------
+
+    def oldest_in_flight(self) -> Burst | None:
+        with self._lock:
+            return self._in_flight[0] if self._in_flight else None
+
+    def bursts_alive(self) -> list[Burst]:
+        """Bursts that have not ended or whose callbacks have not run, oldest first."""
+        with self._lock:
+            return [*self._undelivered, *self._in_flight]
+
+    def publish(self, burst: Burst, ack: LoadAck) -> tuple[EventSet | None, bool]:
+        """End the oldest burst in flight with `ack`.
+
+        :return: events to be used again; whether the backlog of acks has just passed `ACK_BACKLOG`.
+        """
+        with self._lock:
+            assert self._in_flight[0] is burst
+            if self._poll_acks:
+                self._acks.append(ack)
+            self._totals[ack.status] += 1
+            self._loaded_tokens += ack.num_tokens
+            self._loaded_bytes += ack.num_bytes
+            events, waiters = burst.end(ack)
+            self._in_flight.popleft()
+            self._undelivered.append(burst)
+            waiters += self._take_waiters()
+            backlog = len(self._acks) == ACK_BACKLOG + 1
+        wake_all(waiters)
+        return events, backlog
+
+    def next_undelivered(self) -> Burst | None:
+        with self._lock:
+            return self._undelivered[0] if self._undelivered else None
+
+    def delivered(self, burst: Burst) -> None:
+        """The callbacks of the oldest undelivered burst have run."""
+        with self._lock:
+            assert self._undelivered[0] is burst
+            self._undelivered.popleft()
+        self.wake()
+
+    def lose(self, error: DeviceLostError) -> bool:
+        """Latch that the device is lost; False if it was known."""
+        with self._lock:
+            if self.lost is not None:
+                return False
+            self.lost = self.last_error = error
+        self.wake()
+        return True
+
+    def wake(self) -> None:
+        """Make whoever waits for a slot, a reset or a close look again."""
+        with self._lock:
+            waiters = self._take_waiters()
+        wake_all(waiters)
+
+    def forget(self, waiter: Waiter) -> None:
+        with self._lock:
+            self._waiters.discard(waiter)
+
+    # -- what can be seen -------------------------------------------------------------------------------------------
+
+    @property
+    def has_ops(self) -> bool:
+        """Whether a hand-out would find something to hand out."""
+        with self._lock:
+            return bool(self._queue)
+
+    @property
+    def queue_depth(self) -> int:
+        """Bursts that the data plane has not begun."""
+        with self._lock:
+            return self._num_queued
+
+    @property
+    def idle(self) -> bool:
+        with self._lock:
+            return not (self._queue or self._in_flight or self._acks)
+
+    def counts(self) -> dict[str, int]:
+        """The numbers of `SchedulerStats`."""
+        with self._lock:
+            num_queued = self._num_queued
+            return {
+                "queued_ops": len(self._queue),
+                "bursts_queued": num_queued,
+                "bursts_in_flight": len(self._in_flight) - num_queued,
+                "free_slots": 0 if self._slots is None else self._slots.num_free,
+                "acks_unpopped": len(self._acks),
+                "landed_bursts": self._totals[AckStatus.OK],
+                "failed_bursts": self._totals[AckStatus.FAILED],
+                "cancelled_bursts": self._totals[AckStatus.CANCELLED],
+                "loaded_tokens": self._loaded_tokens,
+                "loaded_bytes": self._loaded_bytes,
+            }
+
+    def next_slot(self) -> tuple[int, Burst | None]:
+        """The slot whose turn it is, and the last burst in it."""
+        with self._lock:
+            assert self._slots is not None
+            return self._slots.next.index, self._slots.next.burst
+
+    # -- inside; the lock is held -----------------------------------------------------------------------------------
+
+    @property
+    def _is_drained(self) -> bool:
+        return not (self._in_flight or self._undelivered)
+
+    @property
+    def _num_queued(self) -> int:
+        return sum(not burst.begun for burst in self._in_flight)
+
+    def _register(self, waiter: Waiter | None) -> Pending:
+        if waiter is not None:
+            self._waiters.add(waiter)
+        return PENDING
+
+    def _take_waiters(self) -> list[Waiter]:
+        waiters = list(self._waiters)
+        self._waiters.clear()
+        return waiters
+
+    def _check_not_closing(self) -> None:
+        if self._lifecycle is Lifecycle.CLOSING:
+            raise SchedulerClosedError(
+                "the scheduler is closing: a burst may still be under way on its h2d stream; "
+                "load again once close() has returned"
+            )
+
+    def _check_not_lost(self) -> None:
+        if self.lost is not None:
+            raise DeviceLostError(*self.lost.args) from self.lost.__cause__

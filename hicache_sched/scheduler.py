@@ -1,0 +1,419 @@
+"""The transfer scheduler: what an engine makes, starts and drives."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from hicache_sched.ack import LoadAck
+from hicache_sched.burst import Burst
+from hicache_sched.config import SchedulerConfig
+from hicache_sched.copy.backend import BurstBackend
+from hicache_sched.data_plane import PythonDataPlane
+from hicache_sched.delivery import Delivery, OnAck
+from hicache_sched.device.at_exit import stop_at_exit
+from hicache_sched.device.binding import DeviceBinding, default_runtime
+from hicache_sched.device.runtime import Stream
+from hicache_sched.errors import DeviceLostError, HiCacheSchedError, TransferTimeoutError
+from hicache_sched.event_set import EventSetPool
+from hicache_sched.failure import FailureDesk
+from hicache_sched.hand_out import HandOut, SlotWait, slot_wait
+from hicache_sched.handle import LoadHandle
+from hicache_sched.job import Jobs
+from hicache_sched.landing import BurstEnd, InlineObserver, LandingObserver
+from hicache_sched.load_op import LoadOp
+from hicache_sched.log import log, say
+from hicache_sched.loop_thread import LoopThread, loop_factory
+from hicache_sched.op_queue import check_op
+from hicache_sched.protocol import Lifecycle, TransferProtocol
+from hicache_sched.slots import SlotRing
+from hicache_sched.stats import SchedulerStats
+from hicache_sched.submission import Submission
+from hicache_sched.threads import Threads
+from hicache_sched.waiting import PENDING, ForkGuard, NotifiedWaits, PolledWaits, Waits
+
+
+class TransferScheduler:
+    """Loads bursts of pages from host to device pools, in order, off the engine scheduler's thread.
+
+    One engine thread (or loop) at a time drives `load`, `start_loading` and `reset`; everything else may be called
+    from any thread. A scheduler belongs to the device that is current where it is made.
+
+    Attributes:
+        fence_stream: the stream whose earlier work may still write the pages being reloaded, or None; may be set
+            at any time, later hand-outs use it.
+        device, runtime: where transfers run.
+        h2d_stream: the stream that layers are submitted on, once started.
+        index_stream: the stream that device indices are read on, once started; None in inline mode.
+    """
+
+    h2d_stream: Any
+    index_stream: Any
+
+    def __init__(
+        self,
+        backend: BurstBackend,
+        *,
+        runtime: Any = None,
+        config: SchedulerConfig | None = None,
+        fence_stream: Any = None,
+        h2d_stream: Any = None,
+        on_ack: OnAck | None = None,
+    ) -> None:
+        """
+        :param backend: how copies are made.
+        :param runtime: the device API; None for `torch.cuda` where there is one, else one emulated device.
+        :param config: settings, by default `SchedulerConfig()`.
+        :param fence_stream: see the attribute.
+        :param h2d_stream: the engine's own stream to submit on; None for one of the scheduler's.
+        :param on_ack: called with each ack, in order, on the loop thread (inline: on the thread that observes the
+            landing), after `pop_acks` has the ack and the handle has resolved. If it raises, that is logged and
+            changes nothing. It must not close or reset the scheduler.
+        """
+        self._backend = backend
+        self._config = config or SchedulerConfig()
+        self._guard = ForkGuard()
+        self.device = DeviceBinding(default_runtime() if runtime is None else runtime)
+        self.runtime = self.device.runtime
+        self.fence_stream = fence_stream
+        self.h2d_stream = h2d_stream
+        self.index_stream = None
+        self._protocol = TransferProtocol(backend.pool_names, backend.num_layers, self._config.poll_acks)
+        self._delivery = Delivery(self._protocol, on_ack)
+        self._notified = NotifiedWaits(self._guard, self._protocol.forget)
+        self._threads: Threads | None = None
+        self._downgrade_said = False
+
+    # -- lifecycle ------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Bind the backend, make streams and events, and in async mode the threads. Does nothing while started.
+
+        :raises HiCacheSchedError: it was closed; a closed scheduler works inline as it is.
+        """
+        self._guard.check()
+        if self._protocol.lifecycle is Lifecycle.RUNNING:
+            return
+        if self._protocol.lifecycle is not Lifecycle.NEW:
+            raise HiCacheSchedError("a closed scheduler works inline and is not started again; make a new one")
+        config, device, protocol = self._config, self.device, self._protocol
+        runs_async = config.mode == "async"
+        if self.h2d_stream is None:
+            self.h2d_stream = device.new_stream()
+        if runs_async:
+            self.index_stream = device.new_stream()
+        self._backend.bind(self)
+        event_sets = self._event_sets = EventSetPool(device, protocol.num_layers)
+        failures = self._failures = FailureDesk(protocol, device, self.h2d_stream)
+        self._submission = Submission(device, self._backend, self.h2d_stream, self.index_stream, event_sets, failures)
+        burst_end = BurstEnd(protocol, self._backend, event_sets, failures)
+        self._inline_observer = InlineObserver(failures, protocol, self.h2d_stream, burst_end, self._delivery.run)
+        self._polled = PolledWaits(self._guard, self._inline_observer.observe)
+        event_loop: str | None = None
+        if runs_async:
+            make_loop, event_loop = loop_factory(config.event_loop)
+            jobs = Jobs(protocol, self._delivery, config.stall_log_interval)
+            name = config.thread_name
+            self._threads = Threads(
+                loop=LoopThread(name, make_loop, jobs, failures),
+                jobs=jobs,
+                plane=PythonDataPlane(f"{name}-worker", device, failures, self._submission),
+                observer=LandingObserver(f"{name}-observer", device, failures, protocol, self.h2d_stream, burst_end),
+            )
+        protocol.start(SlotRing(config.num_slots, device))
+        if self._threads is not None:
+            self._threads.start()
+            stop_at_exit(self)
+        say(
+            log.info,
+            "scheduler_started",
+            mode=config.mode,
+            plane=self._plane_name,
+            event_loop=event_loop,
+            num_slots=config.num_slots,
+            device=device.name,
+            backend=type(self._backend).__name__,
+        )
+
+    def close(self, timeout: float | None = None) -> None:
+        """Drain what was handed out, run its callbacks, end the threads; the scheduler then works inline.
+
+        Load ops that no hand-out has taken stay queued. A hand-out that waits for a slot raises
+        `SchedulerClosedError`. Idempotent, from any thread but the scheduler's own.
+
+        :param timeout: seconds to wait at most, None for no limit.
+        :raises TransferTimeoutError: `timeout` ran out, as a driver call is stuck. Until a later `close` succeeds
+            `load` and hand-outs raise `SchedulerClosedError`: two threads must not submit on one stream.
+        :raises HiCacheSchedError: called from inside a callback, which the close would wait for.
+        """
+        if not self._begin_close():
+            return
+        deadline = _deadline(timeout)
+        self._waits.block(self._protocol.look_drained, timeout, "the bursts in flight, to close")
+        self._finish_close(self._join(deadline), timeout)
+
+    async def aclose(self, timeout: float | None = None) -> None:
+        """`close` without blocking the calling event loop. A task cancelled meanwhile leaves the scheduler closing;
+        close again."""
+        if not self._begin_close():
+            return
+        deadline = _deadline(timeout)
+        await self._waits.wait(self._protocol.look_drained, timeout, "the bursts in flight, to close")
+        joined = self._threads is None or await asyncio.to_thread(self._join, deadline)
+        self._finish_close(joined, timeout)
+
+    def reset(self, timeout: float | None = None) -> None:
+        """Drop queued load ops, drain what was handed out and rotate from slot 0 again; generations go on.
+
+        No ack of an earlier burst reaches `pop_acks` or `on_ack` after this returns; handles still resolve. A
+        hand-out that waits for a slot returns None.
+
+        :param timeout: seconds to wait at most, None for no limit.
+        :raises TransferTimeoutError: `timeout` ran out; nothing was dropped, and a hand-out goes on waiting.
+        :raises HiCacheSchedError: another reset is under way, or called from inside a callback.
+        """
+        self._begin_reset()
+        try:
+            self._waits.block(self._protocol.look_reset, timeout, "the bursts in flight, to reset")
+        finally:
+            self._protocol.abandon_reset()
+
+    async def areset(self, timeout: float | None = None) -> None:
+        """`reset` without blocking the calling event loop. A task cancelled meanwhile has dropped nothing."""
+        self._begin_reset()
+        try:
+            await self._waits.wait(self._protocol.look_reset, timeout, "the bursts in flight, to reset")
+        finally:
+            self._protocol.abandon_reset()
+
+    def __enter__(self) -> TransferScheduler:
+        self.start()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> TransferScheduler:
+        self.start()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    # -- engine scheduler side --------------------------------------------------------------------------------------
+
+    def load(self, op: LoadOp) -> None:
+        """Queue a load op for the next hand-out.
+
+        No index is read, and the cost is the same for one token and for a million.
+
+        :raises InvalidLoadError: the op is malformed; nothing has changed.
+        :raises SchedulerClosedError: the scheduler is closing, or this is a forked child.
+        """
+        self._guard.check()
+        check_op(op, self._protocol.pool_names)
+        self._protocol.load(op)
+
+    async def start_loading(self, *, fence: Any = None, timeout: float | None = None) -> LoadHandle | None:
+        """Hand out everything queued as one burst; None if nothing is.
+
+        With a free slot this completes without suspending. Otherwise it waits until the oldest burst has landed; ops
+        loaded meanwhile join. The hand-out itself (slot, start event, fence event, queueing) is one step after the
+        wait, so a task cancelled while it waits leaves its ops queued.
+
+        :param fence: fence stream for this burst, instead of `fence_stream`.
+        :param timeout: seconds to wait for a slot at most, None for no limit.
+        :return: the burst's handle; a failed one if the events could not be recorded. None also where a reset came
+            during the wait.
+        :raises TransferTimeoutError: `timeout` ran out; the ops stay queued.
+        :raises SchedulerClosedError: not started, closing, or this is a forked child.
+        :raises DeviceLostError: the device is lost.
+        :raises HiCacheSchedError: another hand-out is under way, or the current stream is being captured.
+        """
+        with self._hand_out(fence) as hand_out:
+            found = hand_out.look(None)
+            if found is PENDING:
+                task = asyncio.current_task()
+                with self._reported_slot_wait(None if task is None else task.get_name()):
+                    found = await hand_out.waits.wait(hand_out.look, timeout, hand_out.what)
+            return self._handed_out(found)
+
+    def start_loading_sync(self, timeout: float | None = None, *, fence: Any = None) -> LoadHandle | None:
+        """`start_loading` for an engine scheduler that is a thread: where it would wait, this blocks."""
+        with self._hand_out(fence) as hand_out:
+            found = hand_out.look(None)
+            if found is PENDING:
+                with self._reported_slot_wait(None):
+                    found = hand_out.waits.block(hand_out.look, timeout, hand_out.what)
+            return self._handed_out(found)
+
+    def pop_acks(self) -> list[LoadAck]:
+        """Acks published since the last call, in order; each is given once. Empty with `poll_acks=False`."""
+        self._guard.check()
+        self._observe()
+        return self._protocol.pop_acks()
+
+    def handle_for(self, slot: int, generation: int | None = None) -> LoadHandle | None:
+        """The handle of the burst that (slot, generation) names, for engines that carry an int.
+
+        :param generation: None for the slot's last burst.
+        :return: None if the slot has moved on (that burst has landed, nothing is left to wait for), has not been
+            handed out, or was reset since.
+        :raises IndexError: there is no such slot.
+        """
+        burst = self._protocol.burst_in(slot, generation)
+        return None if burst is None else self._handle(burst)
+
+    def stats(self) -> SchedulerStats:
+        """What the scheduler is doing and has done; from any thread."""
+        self._guard.check()
+        self._observe()
+        mode = "inline" if self._is_inline else "async"
+        return SchedulerStats(mode=mode, plane=self._plane_name, **self._protocol.counts())
+
+    @property
+    def idle(self) -> bool:
+        """True only when nothing is queued, handed out, or acknowledged but not popped yet."""
+        self._observe()
+        return self._protocol.idle
+
+    @property
+    def last_error(self) -> BaseException | None:
+        """The newest failure of a burst, a thread of ours or the device; None if there was none."""
+        return self._protocol.last_error
+
+    # -- at the end of the process --------------------------------------------------------------------------------
+
+    def stop_at_exit(self) -> None:
+        """Stop between two operations, without draining; called by the interpreter's exit."""
+        if self._threads is not None:
+            self._failures.muted = True
+            self._submission.stopped = True
+            self._threads.abandon()
+
+    def join_at_exit(self, deadline: float) -> None:
+        self._join(deadline)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_inline(self) -> bool:
+        return self._threads is None and self._protocol.lifecycle is not Lifecycle.NEW
+
+    @property
+    def _plane_name(self) -> str:
+        return "inline" if self._config.mode == "inline" or self._is_inline else PythonDataPlane.name
+
+    @property
+    def _waits(self) -> Waits:
+        return self._polled if self._is_inline else self._notified
+
+    def _observe(self) -> None:
+        """In inline mode nobody else notices what has landed."""
+        if self._is_inline:
+            self._inline_observer.observe()
+
+    def _handle(self, burst: Burst) -> LoadHandle:
+        return LoadHandle(burst, self.device, self._event_sets, self._observe)
+
+    @contextmanager
+    def _hand_out(self, fence: Any) -> Iterator[HandOut]:
+        self._guard.check()
+        epoch = self._protocol.begin_hand_out()
+        try:
+            if self._protocol.has_ops:
+                if self.device.is_capturing():
+                    raise HiCacheSchedError(
+                        "hand-out on a stream that is being captured: the start event would belong to the graph; "
+                        "call start_loading() before or after the capture"
+                    )
+                self._observe()
+            waits, launch = (self._polled, self._launch_inline) if self._is_inline else (self._notified, self._launch)
+            yield HandOut(self._protocol, epoch, fence or self.fence_stream, waits, launch)
+        finally:
+            self._protocol.end_hand_out()
+
+    def _launch(self, burst: Burst, fence_stream: Stream | None) -> None:
+        """Record the events and queue the burst; it is queued whatever happens, as it has a slot and owes an ack."""
+        assert self._threads is not None
+        try:
+            self._submission.record_hand_out(burst, fence_stream)
+        except BaseException as exc:
+            self._failures.burst_failed(burst, "hand-out", None, exc)
+            if not isinstance(exc, Exception):
+                raise
+        finally:
+            self._threads.hand_over(burst)
+
+    def _launch_inline(self, burst: Burst, fence_stream: Stream | None) -> None:
+        if self._config.mode == "async" and not self._downgrade_said:
+            self._downgrade_said = True
+            say(log.warning, "scheduler_downgraded", mode="inline", why="loading goes on after close()")
+        self._submission.submit_inline(burst, fence_stream)
+
+    def _handed_out(self, burst: Burst | None) -> LoadHandle | None:
+        if burst is None:
+            return None
+        if isinstance(burst.error, DeviceLostError):
+            raise DeviceLostError(*burst.error.args) from burst.error.__cause__
+        return self._handle(burst)
+
+    @contextmanager
+    def _reported_slot_wait(self, waiter: str | None) -> Iterator[None]:
+        threads = self._threads
+        if threads is None:  # inline mode has no stall timers
+            yield
+            return
+
+        def report(wait: SlotWait) -> None:
+            threads.loop.call(threads.jobs.watch_slot, wait)
+
+        with slot_wait(self._protocol, report, waiter):
+            yield
+
+    def _begin_reset(self) -> None:
+        self._guard.check()
+        self._check_not_inside("reset")
+        self._protocol.begin_reset()
+
+    def _begin_close(self) -> bool:
+        """False where there is nothing to close."""
+        self._guard.check()
+        self._check_not_inside("close")
+        if self._protocol.lifecycle in (Lifecycle.NEW, Lifecycle.CLOSED):
+            return False
+        self._protocol.begin_close()
+        return True
+
+    def _join(self, deadline: float | None) -> bool:
+        if (threads := self._threads) is None:
+            return True
+        threads.stop()
+        return threads.join(deadline)
+
+    def _finish_close(self, joined: bool, timeout: float | None) -> None:
+        if not joined:
+            raise TransferTimeoutError(f"timed out after {timeout} s waiting for a thread to end; close again")
+        self._threads = None
+        if self._protocol.finish_close():
+            say(log.info, "scheduler_stopped", device=self.device.name)
+
+    def _check_not_inside(self, what: str) -> None:
+        threads = self._threads
+        if self._delivery.is_running_here or (threads is not None and threads.is_current):
+            raise HiCacheSchedError(
+                f"{what}() from inside a callback or backend of the scheduler would wait for itself; "
+                f"call it from the engine's thread"
+            )
+
+
+def _deadline(timeout: float | None) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout

@@ -1,0 +1,150 @@
+"""The device calls of a burst, in their order: on the data plane's thread, or on the caller's in inline mode."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from hicache_sched.burst import Burst
+from hicache_sched.copy.backend import BurstBackend
+from hicache_sched.device.binding import DeviceBinding
+from hicache_sched.device.runtime import Stream
+from hicache_sched.errors import SchedulerClosedError
+from hicache_sched.event_set import EventSet, EventSetPool
+from hicache_sched.failure import FailureDesk
+
+
+class Submission:
+    """Submits bursts to the h2d stream, one at a time.
+
+    Attributes:
+        stopped: set when the process ends; the next device call is then not made.
+    """
+
+    def __init__(
+        self,
+        device: DeviceBinding,
+        backend: BurstBackend,
+        h2d_stream: Stream,
+        index_stream: Stream,
+        event_sets: EventSetPool,
+        failures: FailureDesk,
+    ) -> None:
+        self._device = device
+        self._backend = backend
+        self._h2d_stream = h2d_stream
+        self._index_stream = index_stream
+        self._event_sets = event_sets
+        self._failures = failures
+        self.stopped = False
+
+    def record_hand_out(self, burst: Burst, fence_stream: Stream | None) -> None:
+        """On the caller's thread: what the device has to reach before the burst may read and write.
+
+        Work that either stream gets afterwards does not delay the burst.
+        """
+        assert burst.start_event is not None
+        assert burst.fence_event is not None
+        burst.start_event.record(self._device.current_stream())
+        if fence_stream is None:
+            burst.fence_event = None
+        else:
+            burst.fence_event.record(fence_stream)
+
+    def submit(self, burst: Burst) -> None:
+        """On the data plane's thread: everything between the hand-out and the landing."""
+        events = self._begin(burst)
+        if events is None:
+            return
+        try:
+            with burst.thread_modes():
+                prepared = self._prepare_behind_start(burst)
+                burst.enter_enqueuing(prepared)
+                with self._device.use_stream(self._h2d_stream):
+                    self._h2d_stream.wait_event(burst.start_event)
+                    if burst.fence_event is not None:
+                        self._h2d_stream.wait_event(burst.fence_event)
+                    self._submit_layers(burst, prepared, events)
+        except BaseException as exc:
+            self._fail(burst, events, exc)
+        finally:
+            burst.mark_submitted()
+
+    def submit_inline(self, burst: Burst, fence_stream: Stream | None) -> None:
+        """On the caller's thread: the same device calls, in the same order, as an engine that submits inline."""
+        events = self._begin(burst)
+        assert events is not None, "nobody else has seen this burst"
+        try:
+            prepared = self._backend.prepare(burst.queue.ops)
+            burst.enter_enqueuing(prepared)
+            assert burst.start_event is not None
+            burst.start_event.record(self._device.current_stream())
+            if fence_stream is not None:
+                self._h2d_stream.wait_stream(fence_stream)
+            with self._device.use_stream(self._h2d_stream):
+                self._h2d_stream.wait_event(burst.start_event)
+                self._submit_layers(burst, prepared, events)
+        except BaseException as exc:
+            self._fail(burst, events, exc)
+            if not isinstance(exc, Exception):  # Ctrl-C is the caller's; the burst has failed all the same
+                raise
+        finally:
+            burst.mark_submitted()
+
+    def abandon(self, burst: Burst) -> None:
+        """Fail a burst whose submission was interrupted at a point that nothing is known about."""
+        interrupted = RuntimeError("the data plane's thread was interrupted while it submitted the burst")
+        self._failures.burst_failed(burst, burst.plane_stage, burst.enqueued, interrupted)
+        burst.mark_submitted()
+
+    def _begin(self, burst: Burst) -> EventSet | None:
+        events = self._event_sets.take()
+        if burst.begin(events):
+            return events
+        self._event_sets.give_back(events)
+        burst.mark_submitted()
+        return None
+
+    def _prepare_behind_start(self, burst: Burst) -> Any:
+        """Read the indices behind the start event, on the index stream.
+
+        The h2d stream would do for the order, but a read there waits for every earlier burst to land. The thread
+        waits for the event rather than for the read: on CUDA a blocking event sleeps where `Tensor.cpu` spins.
+        """
+        assert burst.start_event is not None
+        ops = burst.queue.ops
+        if any(self._device.holds(indices) for op in ops for indices in op.all_device_indices):
+            burst.start_event.synchronize()
+        self._index_stream.wait_event(burst.start_event)
+        with self._device.use_stream(self._index_stream):
+            return self._backend.prepare(ops)
+
+    def _submit_layers(self, burst: Burst, prepared: Any, events: EventSet) -> None:
+        """The h2d stream is current and behind start and fence."""
+        events.ack_start.record(self._h2d_stream)
+        for layer in range(burst.num_layers):
+            if self.stopped:
+                raise SchedulerClosedError("the process is ending")
+            self._backend.enqueue_layer(prepared, layer)
+            events.layers[layer].record(self._h2d_stream)
+            burst.advance_enqueued(layer + 1)
+        events.ack_finish.record(self._h2d_stream)
+        burst.finish_recorded = True
+
+    def _fail(self, burst: Burst, events: EventSet, error: BaseException) -> None:
+        """Fail the burst at the layer that is not enqueued.
+
+        An engine may wait on the raw events of layers that were not submitted: those are recorded behind what was,
+        so that it waits for that and no longer. The same goes for the finish event, behind which the pages of the
+        burst can be used again.
+        """
+        stage, layer = burst.plane_stage, None
+        if stage == "enqueuing" and burst.enqueued < burst.num_layers:
+            layer = burst.enqueued
+        with suppress(Exception):  # where the device is lost none of these works, and none is needed
+            for event in events.layers[burst.enqueued :]:
+                event.record(self._h2d_stream)
+        with suppress(Exception):
+            events.ack_finish.record(self._h2d_stream)
+            burst.finish_recorded = True
+        self._failures.burst_failed(burst, stage, layer, error)

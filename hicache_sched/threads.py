@@ -1,0 +1,52 @@
+"""The threads of a scheduler in async mode, started and ended together."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from hicache_sched.burst import Burst
+from hicache_sched.data_plane import PythonDataPlane
+from hicache_sched.job import Jobs
+from hicache_sched.landing import LandingObserver
+from hicache_sched.loop_thread import LoopThread
+
+
+@dataclass(frozen=True)
+class Threads:
+    """The loop thread with its jobs, the data plane and the landing observer."""
+
+    loop: LoopThread
+    jobs: Jobs
+    plane: PythonDataPlane
+    observer: LandingObserver
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling thread is one of them."""
+        return threading.get_ident() in (self.loop.ident, self.plane.ident, self.observer.ident)
+
+    def start(self) -> None:
+        for thread in (self.loop, self.plane, self.observer):
+            thread.start()
+
+    def hand_over(self, burst: Burst) -> None:
+        """Give a burst to all three, the data plane first: copies do not wait for the loop. Never blocks."""
+        self.plane.hand_over(burst)
+        self.observer.hint()
+        self.loop.call(self.jobs.begin, burst)
+
+    def stop(self) -> None:
+        """Tell each to end when it has nothing to do; must not block."""
+        for thread in (self.plane, self.observer, self.loop):
+            thread.stop()
+
+    def abandon(self) -> None:
+        """Tell each to end although there is something to do; must not block."""
+        self.observer.abandon()
+        self.stop()
+
+    def join(self, deadline: float | None) -> bool:
+        """Wait until all have ended; False if `deadline` (`time.monotonic` seconds) came first."""
+        joined = [thread.join(deadline) for thread in (self.plane, self.observer, self.loop)]
+        return all(joined)

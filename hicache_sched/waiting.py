@@ -1,0 +1,228 @@
+"""Waiting without owning: one look at shared state, two ways to wait between looks.
+
+A *look* is one critical section. It returns what it found, or `PENDING` after registering the waiter it was given
+where the state changes. A wake-up is a hint: whoever wakes looks again, so a lost, late or spurious one changes
+nothing, and a waiter that goes away (cancelled, timed out, interrupted) takes nothing with it.
+
+Threads and loops wait through the same looks: `block` for a thread, `wait` for a coroutine of any event loop.
+`NotifiedWaits` is woken by whoever changes the state; `PolledWaits` is for inline mode, where nobody else is there
+to notice a landing, and observes the device itself between looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from enum import Enum
+from typing import Final, Protocol, TypeVar
+
+from hicache_sched.errors import SchedulerClosedError, TransferTimeoutError
+
+T = TypeVar("T")
+
+
+class Pending(Enum):
+    PENDING = "pending"
+
+
+PENDING: Final = Pending.PENDING
+
+
+class Waiter(Protocol):
+    """Somebody to wake.
+
+    Attributes:
+        name: who waits, for logs; empty for threads and jobs of ours.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def wake(self) -> None:
+        """Make the waiter look again; from any thread, any number of times, never blocking or raising."""
+
+
+Look = Callable[[Waiter | None], T | Pending]
+"""Looks once; given None it must not register anybody."""
+
+
+def wake_all(waiters: Iterable[Waiter]) -> None:
+    for waiter in waiters:
+        waiter.wake()
+
+
+class ThreadWaiter:
+    """A thread that sleeps on a lock; one use."""
+
+    __slots__ = ("_gate", "name")
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = threading.current_thread().name if name is None else name
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    def wake(self) -> None:
+        with suppress(RuntimeError):  # already awake: two wake-ups are one hint
+            self._gate.release()
+
+    def sleep(self, timeout: float | None) -> None:
+        """Return when woken, when `timeout` seconds are over, or raise what a signal handler raises."""
+        self._gate.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
+
+
+class LoopWaiter:
+    """A coroutine that awaits `future`; one use, made on its loop's thread."""
+
+    __slots__ = ("_loop", "future", "name")
+
+    def __init__(self, name: str | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[None] = self._loop.create_future()
+        if name is None:
+            task = asyncio.current_task()
+            name = "coroutine" if task is None else task.get_name()
+        self.name = name
+
+    def wake(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and with it went whoever awaited
+            # Futures of a loop are touched only on its thread.
+            self._loop.call_soon_threadsafe(self._resolve)
+
+    def _resolve(self) -> None:
+        if not self.future.done():
+            self.future.set_result(None)
+
+
+class Waits(Protocol):
+    """How to wait for a look to find something."""
+
+    def block(self, look: Look[T], timeout: float | None, what: str) -> T:
+        """Look until something is found, blocking the calling thread.
+
+        :param what: completes "timed out after ... s waiting for ..."
+        :raises TransferTimeoutError: `timeout` seconds are over.
+        :raises SchedulerClosedError: called in a forked child.
+        """
+
+    async def wait(self, look: Look[T], timeout: float | None, what: str) -> T:
+        """The same for a coroutine. A look that finds something is not followed by an await, so a cancelled task
+        has either found it or left everything as it was."""
+
+
+class ForkGuard:
+    """Knows the process in which it was made."""
+
+    __slots__ = ("_pid",)
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    def check(self) -> None:
+        """:raises SchedulerClosedError: called in a forked child."""
+        if os.getpid() != self._pid:
+            raise SchedulerClosedError(
+                "this scheduler belongs to the parent process: its threads do not survive a fork; "
+                "make a TransferScheduler of its own in the child"
+            )
+
+
+def _timed_out(timeout: float | None, what: str) -> TransferTimeoutError:
+    return TransferTimeoutError(f"timed out after {timeout} s waiting for {what}; nothing is lost, call again")
+
+
+class NotifiedWaits:
+    """Sleeps until somebody who changed the state says so."""
+
+    def __init__(self, guard: ForkGuard, forget: Callable[[Waiter], None]) -> None:
+        """:param forget: undoes the registration of a waiter that goes away; must accept one that has gone."""
+        self._guard = guard
+        self._forget = forget
+
+    def block(self, look: Look[T], timeout: float | None, what: str) -> T:
+        self._guard.check()
+        found = look(None)
+        if found is not PENDING:
+            return found
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            waiter = ThreadWaiter()
+            try:
+                found = look(waiter)
+                if found is not PENDING:
+                    return found
+                if deadline is None:
+                    waiter.sleep(None)
+                elif (remaining := deadline - time.monotonic()) > 0:
+                    waiter.sleep(remaining)
+                else:
+                    raise _timed_out(timeout, what)
+            finally:
+                self._forget(waiter)
+
+    async def wait(self, look: Look[T], timeout: float | None, what: str) -> T:
+        self._guard.check()
+        found = look(None)
+        if found is not PENDING:
+            return found
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    waiter = LoopWaiter()
+                    try:
+                        found = look(waiter)
+                        if found is not PENDING:
+                            return found
+                        await waiter.future
+                    finally:
+                        self._forget(waiter)
+        except TimeoutError as exc:
+            if isinstance(exc, TransferTimeoutError):
+                raise
+            raise _timed_out(timeout, what) from None
+
+
+class PolledWaits:
+    """Observes the device between looks; for inline mode.
+
+    The time between two looks grows from `SHORTEST` to `LONGEST` seconds.
+    """
+
+    SHORTEST = 50e-6
+    LONGEST = 1e-3
+
+    def __init__(self, guard: ForkGuard, observe: Callable[[], None]) -> None:
+        self._guard = guard
+        self._observe = observe
+
+    def block(self, look: Look[T], timeout: float | None, what: str) -> T:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause = self.SHORTEST
+        while True:
+            found = self._look(look)
+            if found is not PENDING:
+                return found
+            if deadline is not None and time.monotonic() >= deadline:
+                raise _timed_out(timeout, what)
+            time.sleep(pause)
+            pause = min(2 * pause, self.LONGEST)
+
+    async def wait(self, look: Look[T], timeout: float | None, what: str) -> T:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause = self.SHORTEST
+        while True:
+            found = self._look(look)
+            if found is not PENDING:
+                return found
+            if deadline is not None and time.monotonic() >= deadline:
+                raise _timed_out(timeout, what)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, self.LONGEST)
+
+    def _look(self, look: Look[T]) -> T | Pending:
+        self._guard.check()
+        self._observe()
+        return look(None)

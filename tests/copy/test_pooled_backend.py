@@ -1,0 +1,370 @@
+"""Bursts through `PooledBackend` and its submitters, checked on every byte of the pools."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache_sched.copy.plan import Planner, merge_ops
+from hicache_sched.copy.pooled import PooledBackend
+from hicache_sched.copy.submit import BurstCopies, StagedSubmitter, submitter_for
+from hicache_sched.device.binding import DeviceBinding
+from hicache_sched.device.emulated import EmulatedDevice
+from hicache_sched.device.row_copy import RowCopy
+from hicache_sched.errors import HiCacheSchedError, InvalidLoadError
+from hicache_sched.load_op import LoadOp
+from hicache_sched.pools import Layout, Pool, PoolPair
+from tests.copy.builders import LAYOUTS, Burst, bursts, expected_bytes, make_pair, page_op, raw_bytes, token_op
+
+
+@dataclass
+class Point:
+    """A scheduler, as far as `bind` looks at one."""
+
+    device: DeviceBinding
+
+    def __post_init__(self) -> None:
+        self.runtime: Any = self.device.runtime
+        self.h2d_stream: Any = self.device.new_stream()
+        self.index_stream: Any = self.device.new_stream()
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Iterator[EmulatedDevice]:
+    with EmulatedDevice() as device:
+        yield device
+
+
+@pytest.fixture(scope="module")
+def point(emulated: EmulatedDevice) -> Point:
+    return Point(DeviceBinding(emulated))
+
+
+def bound(pair: PoolPair, point: Point) -> PooledBackend:
+    backend = PooledBackend([pair])
+    backend.bind(point)
+    return backend
+
+
+def load(pair: PoolPair, ops: Sequence[LoadOp], point: Point) -> None:
+    """Move a burst as a scheduler does."""
+    backend = bound(pair, point)
+    with point.runtime.stream(point.index_stream):
+        prepared = backend.prepare(ops)
+    with point.runtime.stream(point.h2d_stream):
+        for layer in range(backend.num_layers):
+            backend.enqueue_layer(prepared, layer)
+    point.h2d_stream.synchronize()
+    backend.finish(prepared)
+
+
+def load_with_torch(pair: PoolPair, ops: Sequence[LoadOp], device: DeviceBinding) -> None:
+    """Move a burst with the torch submitter, whose calls are done at once on CPU tensors."""
+    copies = StagedSubmitter(pair, device).begin(Planner(pair).plan(merge_ops(ops, device)))
+    for layer in range(pair.num_layers):
+        copies.submit_layer(layer)
+    copies.release()
+
+
+# -- bytes ----------------------------------------------------------------------------------------------------
+
+
+@given(bursts())
+def test_every_byte_named_arrives_and_no_other_changes(point: Point, burst: Burst) -> None:
+    wanted, host = expected_bytes(burst.pair, burst.ops), raw_bytes(burst.pair.host)
+
+    load(burst.pair, burst.ops, point)
+
+    assert raw_bytes(burst.pair.device) == wanted
+    assert raw_bytes(burst.pair.host) == host
+
+
+@given(bursts())
+def test_the_torch_submitter_moves_the_same_bytes(point: Point, burst: Burst) -> None:
+    wanted, host = expected_bytes(burst.pair, burst.ops), raw_bytes(burst.pair.host)
+
+    load_with_torch(burst.pair, burst.ops, point.device)
+
+    assert raw_bytes(burst.pair.device) == wanted
+    assert raw_bytes(burst.pair.host) == host
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("host_pages", "device_pages"),
+    [([5, 2, 2, 7], [1, 6, 0, 3]), ([5, 2, 2, 7], [3, 4, 5, 6]), ([2, 3, 4], [7, 0, 5]), ([2, 3, 4], [4, 5, 6])],
+    ids=["scattered", "into a run", "from a run", "run to run"],
+)
+def test_every_byte_named_arrives_on_cuda(layout: Layout, host_pages: list[int], device_pages: list[int]) -> None:
+    pair = make_pair(num_layers=5, host_layout=layout, device="cuda")
+    ops = [page_op(1, host_pages[:2], device_pages[:2]), page_op(2, host_pages[2:], device_pages[2:])]
+    ops = [LoadOp(op.node_id, op.host_indices, op.device_indices.cuda()) for op in ops]
+    wanted = expected_bytes(pair, ops)
+    torch.cuda.synchronize()
+
+    load(pair, ops, Point(DeviceBinding(torch.cuda)))
+
+    assert raw_bytes(pair.device) == wanted
+
+
+def test_a_layer_is_one_operation_that_moves_k_and_v_of_that_layer_only() -> None:
+    with EmulatedDevice() as device:
+        point = Point(DeviceBinding(device))
+        pair, ops = make_pair(num_layers=3), [page_op(1, [5, 2], [1, 6])]
+        before, first = raw_bytes(pair.device), expected_bytes(pair, ops, layers=[0])
+        both = expected_bytes(pair, ops, layers=[0, 1])
+        backend = bound(pair, point)
+        prepared = backend.prepare(ops)
+        device.hold("h2d")
+        with device.stream(point.h2d_stream):
+            for layer in range(3):
+                backend.enqueue_layer(prepared, layer)
+        assert raw_bytes(pair.device) == before
+
+        device.step("h2d")
+        assert raw_bytes(pair.device) == first
+        device.step("h2d")
+        assert raw_bytes(pair.device) == both
+
+
+def test_device_indices_are_read_behind_the_work_that_writes_them(point: Point) -> None:
+    pair, op = make_pair(), page_op(1, [5, 2], [1, 6])
+    wanted, right = expected_bytes(pair, [op]), op.device_indices.clone()
+    op.device_indices.fill_(-1)
+    with point.runtime.stream(point.index_stream):
+        point.runtime.launch(lambda: op.device_indices.copy_(right), duration=0.02)
+
+    load(pair, [op], point)
+
+    assert raw_bytes(pair.device) == wanted
+
+
+BAD_OPS = {
+    "host index out of range": token_op(2, [32, 33, 34, 35], [0, 1, 2, 3]),
+    "device index out of range": token_op(2, [0, 1, 2, 3], [32, 33, 34, 35]),
+    "negative index": token_op(2, [0, 1, 2, 3], [-4, -3, -2, -1]),
+    "destination named twice": page_op(2, [0], [6]),
+    "cut page": token_op(2, [0, 1], [0, 1]),
+    "unaligned run": token_op(2, [0, 1, 2, 3], [1, 2, 3, 4]),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_OPS.values(), ids=BAD_OPS.keys())
+def test_a_burst_with_a_bad_op_fails_before_any_byte_is_copied(point: Point, bad: LoadOp) -> None:
+    pair = make_pair()
+    before = raw_bytes(pair.device)
+
+    with pytest.raises(InvalidLoadError, match="node 2"):
+        load(pair, [page_op(1, [5], [6]), bad], point)
+
+    assert raw_bytes(pair.device) == before
+
+
+# -- the backend ----------------------------------------------------------------------------------------------
+
+
+def test_a_prepared_burst_says_how_many_bytes_it_moves(point: Point) -> None:
+    pair = make_pair(num_layers=3, page_size=4, num_heads=1, head_dim=4, dtype=torch.float16)
+
+    prepared = bound(pair, point).prepare([page_op(1, [5, 2], [1, 6])])
+
+    assert prepared.num_bytes == 2 * 3 * (2 * 4) * (1 * 4) * 2  # planes, layers, tokens, elements, bytes each
+
+
+def test_the_backend_is_named_and_layered_as_its_pair() -> None:
+    backend = PooledBackend([make_pair(num_layers=3)])
+
+    assert (backend.num_layers, backend.pool_names) == (3, ("kv",))
+
+
+def test_a_second_pair_is_refused_as_not_supported_yet() -> None:
+    pair = make_pair()
+    side = PoolPair("indexer", pair.host, pair.device)
+
+    with pytest.raises(HiCacheSchedError, match=r"side pools are not supported yet.*without 'indexer'"):
+        PooledBackend([pair, side])
+
+
+def test_a_backend_without_a_pair_is_refused() -> None:
+    with pytest.raises(HiCacheSchedError, match="needs a pool pair"):
+        PooledBackend([])
+
+
+def test_a_layer_mapper_is_refused_as_not_supported_yet() -> None:
+    pair = make_pair()
+
+    with pytest.raises(HiCacheSchedError, match="layer mapper, which is not supported yet"):
+        PooledBackend([PoolPair("kv", pair.host, pair.device, layer_mapper=lambda layer: layer)])
+
+
+def test_preparing_before_bind_says_what_is_missing() -> None:
+    with pytest.raises(HiCacheSchedError, match="not bound"):
+        PooledBackend([make_pair()]).prepare([page_op(1, [0], [0])])
+
+
+def test_a_device_pool_that_is_not_on_the_emulated_device_is_refused(point: Point) -> None:
+    host = make_pair().host
+    elsewhere = Pool.mha(8, 4, 2, 1, 4, torch.float16, device="meta")
+
+    with pytest.raises(HiCacheSchedError, match="the device pool is on meta"):
+        bound(PoolPair("kv", host, elsewhere), point)
+
+
+class OtherRuntime:
+    """A runtime that is no emulated device."""
+
+    def current_device(self) -> int:
+        return 0
+
+
+def test_a_device_pool_in_cpu_memory_is_refused_by_a_real_device() -> None:
+    with pytest.raises(HiCacheSchedError, match="the device pool is on cpu but the scheduler runs on OtherRuntime:0"):
+        submitter_for(make_pair(), DeviceBinding(OtherRuntime()))
+
+
+# -- what a burst costs ---------------------------------------------------------------------------------------
+
+
+def calls_made(work: Callable[[], object]) -> int:
+    """Python and C calls that `work` makes on this thread."""
+    count = 0
+
+    def tick(frame: object, event: str, arg: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    gc.disable()  # its callbacks would be counted, too
+    sys.setprofile(tick)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return count
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["emulated", "torch"])
+def test_planning_and_submitting_make_the_same_calls_for_two_pages_and_for_a_thousand(
+    kind: str, layout: Layout, page_size: int
+) -> None:
+    def cost(num_pages: int) -> int:
+        pair = make_pair(host_pages=1024, device_pages=1024, page_size=page_size, head_dim=1, host_layout=layout)
+        with EmulatedDevice() as device:
+            binding = DeviceBinding(device)
+            submitter = StagedSubmitter(pair, binding) if kind == "torch" else submitter_for(pair, binding)
+            pages = list(range(num_pages))[::-1]
+            merged = merge_ops([page_op(1, pages, pages, page_size)], binding)
+            planner = Planner(pair)
+            device.hold("h2d")  # its thread does not take part
+            with device.stream(device.Stream()):
+
+                def plan_and_submit() -> None:
+                    copies = submitter.begin(planner.plan(merged))
+                    for layer in range(pair.num_layers):
+                        copies.submit_layer(layer)
+
+                return calls_made(plan_and_submit)
+
+    assert cost(2) == cost(1024)
+
+
+# -- staging --------------------------------------------------------------------------------------------------
+
+
+class LoggedEvent:
+    def __init__(self, log: list[str], name: str) -> None:
+        self._log, self._name = log, name
+
+    def record(self, stream: object = None) -> None:
+        self._log.append(f"record {self._name}")
+
+    def synchronize(self) -> None:
+        self._log.append(f"synchronize {self._name}")
+
+
+class LoggingDevice(DeviceBinding):
+    """A binding whose events only write down what is done to them."""
+
+    def __init__(self, runtime: EmulatedDevice) -> None:
+        super().__init__(runtime)
+        self.log: list[str] = []
+        self.num_events = 0
+
+    def new_event(self, *, timed: bool = False) -> Any:
+        self.num_events += 1
+        return LoggedEvent(self.log, "ab"[self.num_events - 1])
+
+
+def staged(pair: PoolPair, op: LoadOp, device: DeviceBinding) -> BurstCopies:
+    return StagedSubmitter(pair, device).begin(Planner(pair).plan(merge_ops([op], device)))
+
+
+def test_a_staging_buffer_is_filled_again_only_after_its_copy_has_landed(emulated: EmulatedDevice) -> None:
+    device = LoggingDevice(emulated)
+    copies = staged(make_pair(num_layers=4), page_op(1, [5, 2], [1, 6]), device)
+
+    for layer in range(4):
+        copies.submit_layer(layer)
+
+    assert device.log == ["record a", "record b", "synchronize a", "record a", "synchronize b", "record b"]
+
+
+def test_a_burst_that_is_one_run_on_both_sides_needs_no_staging(emulated: EmulatedDevice) -> None:
+    device = LoggingDevice(emulated)
+    pair, op = make_pair(host_layout="layer_first"), page_op(1, [2, 3], [5, 6])
+    wanted = expected_bytes(pair, [op])
+    copies = staged(pair, op, device)
+
+    for layer in range(2):
+        copies.submit_layer(layer)
+
+    assert raw_bytes(pair.device) == wanted
+    assert device.log == []
+
+
+# -- row copies -----------------------------------------------------------------------------------------------
+
+ROWS = st.permutations(range(6)).map(lambda rows: np.array(rows[:3])) | st.sampled_from([slice(0, 3), slice(2, 5)])
+
+
+@given(dst_rows=ROWS, src_rows=ROWS | st.just(np.array([4, 4, 1])))
+def test_a_row_copy_moves_rows_in_order_and_touches_no_other(dst_rows: Any, src_rows: Any) -> None:
+    src = np.arange(60, dtype=np.uint16).reshape(6, 2, 5)[:, 1]  # rows with a gap between them
+    memory = np.full((6, 2, 5), 9999, dtype=np.uint16)
+    copy = RowCopy(memory[:, 0], dst_rows, src, src_rows)
+
+    copy.execute()
+
+    wanted = np.full((6, 2, 5), 9999, dtype=np.uint16)
+    for to, fro in zip(np.arange(6)[dst_rows], np.arange(6)[src_rows], strict=True):
+        wanted[to, 0] = src[fro]
+    assert np.array_equal(memory, wanted)
+    assert copy.nbytes == 3 * 5 * 2
+
+
+def test_rows_in_one_run_on_both_sides_are_copied_without_a_temporary() -> None:
+    src, dst = np.ones((64, 4096), np.uint8), np.zeros((64, 4096), np.uint8)
+    copy = RowCopy(dst, slice(0, 32), src, slice(32, 64))
+    tracemalloc.start()
+    try:
+        copy.execute()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert dst[:32].all()
+    assert peak < copy.nbytes / 4
