@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from hicache_sched.ack import LoadAck
 from hicache_sched.burst import Burst
@@ -190,7 +190,7 @@ class TransferScheduler:
         finally:
             self._protocol.abandon_reset()
 
-    def __enter__(self) -> TransferScheduler:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -199,7 +199,7 @@ class TransferScheduler:
     ) -> None:
         self.close()
 
-    async def __aenter__(self) -> TransferScheduler:
+    async def __aenter__(self) -> Self:
         self.start()
         return self
 

@@ -163,8 +163,9 @@ def _read(tensors: list[torch.Tensor], device: DeviceBinding, *, in_order: bool)
     if len({tensor.device for tensor in tensors}) == 1 and not tensors[0].is_cpu:
         # One read of the device instead of one per op.
         tensors = [torch.cat(tensors)]
-    values = [tensor if tensor.is_cpu and not in_order else device.to_host(tensor) for tensor in tensors]
-    return np.concatenate([value.numpy() for value in values])
+    if in_order or not all(tensor.is_cpu for tensor in tensors):
+        tensors = device.to_host(tensors)
+    return np.concatenate([tensor.numpy() for tensor in tensors])
 
 
 def _tables(pool: Pool) -> tuple[Indices, Indices, Indices]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from types import ModuleType
@@ -84,11 +85,14 @@ class DeviceBinding:
         """
         return tensor.device.type != "cpu" or not isinstance(self.runtime, ModuleType)
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Values of `tensor` in CPU memory, read in order of the current stream; blocks until they are there."""
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Values of `tensors` in CPU memory, read in order of the current stream; blocks until they are there.
+
+        What is in CPU memory already is simply passed through, except on an emulated device, whose memory that is.
+        """
         if isinstance(self.runtime, EmulatedDevice):
-            return self.runtime.read(tensor)
-        return tensor.cpu()
+            return self.runtime.read(tensors)
+        return [tensor.cpu() for tensor in tensors]
 
 
 def runs_inline(stream: Stream) -> bool:

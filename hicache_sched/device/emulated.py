@@ -18,8 +18,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
+import numpy as np
 import torch
 
 from hicache_sched.device.at_exit import stop_at_exit
@@ -347,16 +348,23 @@ class EmulatedDevice:
 
         self._enqueue(move, engine, 0.0, sum(copy.nbytes for copy in copies))
 
-    def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy `tensor` to fresh memory in order of the current stream, blocking until done: `tensor.cpu()`."""
-        result = torch.empty_like(tensor, device="cpu")
+    def read(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy tensors to fresh memory in order of the current stream, as one operation, and wait for it: what
+        `Tensor.cpu` does on a device."""
+        results = [torch.empty_like(tensor) for tensor in tensors]
+
+        def move() -> None:
+            for result, tensor in zip(results, tensors, strict=True):
+                # numpy, because torch would share a large copy among threads that other work keeps busy.
+                np.copyto(result.numpy(), tensor.numpy())
+
         stream = self.current_stream()
-        self._enqueue(lambda: result.copy_(tensor), "d2h", 0.0, tensor.nbytes)
+        self._enqueue(move, "d2h", 0.0, sum(tensor.nbytes for tensor in tensors))
         with self._lock:
             self._check()
             record = self._submit(stream, _Record(time.monotonic()))
         self._block_on(record)
-        return result
+        return results
 
     # -- for tests ------------------------------------------------------------------------------------------
 
@@ -415,7 +423,7 @@ class EmulatedDevice:
         self.stop_at_exit()
         self.join_at_exit(None)
 
-    def __enter__(self) -> EmulatedDevice:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -27,9 +28,9 @@ class ReadingDevice(DeviceBinding):
         super().__init__(EmulatedDevice())
         self.reads: list[torch.Tensor] = []
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.reads.append(tensor)
-        return super().to_host(tensor)
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        self.reads.extend(tensors)
+        return super().to_host(tensors)
 
 
 def plan(pair: PoolPair, *ops: LoadOp) -> CopyPlan:

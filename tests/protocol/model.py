@@ -101,6 +101,7 @@ class Mechanism(Enum):
     HOLD_KEEPS_EVENT_SET = "an event set is not given back while a waiter holds it"
     HOLD_WITH_FIRST_LOOK = "a waiter takes its hold in the step in which it sees that the burst has not ended"
     LAST_HOLDER_GIVES_BACK = "the last waiter that lets go after the end gives the event set back"
+    LEAVING_WAITER_LETS_GO = "a waiter that times out or is interrupted lets go too"
     RESET_DRAINS = "a reset waits until nothing is in flight"
     RESET_CLEARS_ACKS = "a reset clears the acks"
     RESET_RESTARTS_ROTATION = "a reset restarts the rotation at slot 0"
@@ -116,7 +117,7 @@ wait these look alike."""
 NOBODY = -1
 
 Life: TypeAlias = Literal["running", "closing", "closed"]
-WaiterStep: TypeAlias = Literal["absent", "looks", "orders", "lets go", "behind", "returned"]
+WaiterStep: TypeAlias = Literal["absent", "looks", "orders", "behind", "returned"]
 
 
 class Burst(NamedTuple):
@@ -216,14 +217,19 @@ class Scenario:
 
     num_slots: int
     loads: int = 4
+    ops_ahead: int = 4
+    """How many ops may be queued at a time; 1 where merging is another scenario's matter."""
     num_layers: int = 2
     waits: tuple[tuple[int, int], ...] = ()
     """(burst, layer) pairs; each waiter picks any of them, at any time from the hand-out on."""
     waiters: int = 0
-    failures: bool = False
-    """Any burst may fail, at any point of the data plane's work."""
+    waits_leave: bool = False
+    """A waiter may time out or be interrupted before it has seen its layer enqueued."""
+    fails: tuple[int, ...] = ()
+    """Bursts that may fail, at any point of the data plane's work."""
+    cancels: tuple[int, ...] = ()
+    """Bursts whose handles may be cancelled."""
     failed_hand_outs: bool = False
-    cancels: bool = False
     hand_out_leaves: bool = False
     """A waiting hand-out may be cancelled or time out."""
     resets: int = 0
@@ -284,7 +290,7 @@ class Protocol:
         """`load` and `start_loading`, one at a time; both raise while closing, which changes nothing."""
         if s.life == "closing" and self.keeps(Mechanism.NO_INLINE_WHILE_CLOSING):
             return
-        if s.loads_left:
+        if s.loads_left and s.ops < self.scenario.ops_ahead:
             loaded = s._replace(ops=s.ops + 1, loads=s.loads + 1, loads_left=s.loads_left - 1)
             yield self.step("engine: loads an op", loaded, owed=False)
         if s.ops:
@@ -308,7 +314,7 @@ class Protocol:
             yield from self.claims(s, hand_out, owed=True)
         if self.scenario.hand_out_leaves:
             yield self.step("hand-out: is cancelled or times out", gone, owed=False)
-        if s.loads_left and s.life != "closing":
+        if s.loads_left and s.ops < self.scenario.ops_ahead and s.life != "closing":
             joined = s._replace(ops=s.ops + 1, loads=s.loads + 1, loads_left=s.loads_left - 1)
             yield self.step("engine: loads an op that joins", joined, owed=False)
 
@@ -350,7 +356,7 @@ class Protocol:
             yield self.step(label, claimed._replace(queue=(*s.queue, b)), owed)
             return
         yield self.step(label + " and submits it inline", self.submitted_inline(claimed, b, self.num_layers), owed)
-        if self.scenario.failures:
+        if b in self.scenario.fails:
             for layers in range(self.num_layers):
                 failed = self.submitted_inline(claimed, b, layers)
                 yield self.step(f"{label} and fails inline, {layers} layers submitted", failed, owed=False)
@@ -421,7 +427,7 @@ class Protocol:
             yield self.step(f"data plane: records the finish event of burst {b}", self.recorded_finish(s, b))
         else:
             yield self.step(f"data plane: leaves burst {b}", self.left(s, b))
-        if self.scenario.failures and not finish_recorded and not burst.submitted:
+        if b in self.scenario.fails and not finish_recorded and not burst.submitted:
             label = f"data plane: fails, {layer} layers of burst {b} submitted and {burst.enqueued} enqueued"
             yield self.step(label, self.failing(s, b), owed=False)
 
@@ -553,7 +559,7 @@ class Protocol:
         return s
 
     def held(self, s: State, b: int) -> bool:
-        holding = ("looks", "orders", "lets go") if self.keeps(Mechanism.HOLD_WITH_FIRST_LOOK) else ("orders", "lets go")
+        holding = ("looks", "orders") if self.keeps(Mechanism.HOLD_WITH_FIRST_LOOK) else ("orders",)
         return any(waiter.burst == b and waiter.step in holding for waiter in s.waiters)
 
     def gives_back(self, s: State, b: int) -> State:
@@ -566,7 +572,10 @@ class Protocol:
 
     def handle_cancels(self, s: State) -> Iterator[Move[State]]:
         """`cancel()` succeeds only before the data plane has begun; otherwise it changes nothing."""
-        for b, burst in enumerate(s.bursts):
+        for b in self.scenario.cancels:
+            if b >= len(s.bursts):
+                continue
+            burst = s.bursts[b]
             begun = burst.begun and self.keeps(Mechanism.CANCEL_LOOKS_AT_BEGUN)
             if not (begun or burst.submitted or burst.cancelled):
                 cancelled = s._replace(bursts=put(s.bursts, b, burst._replace(cancelled=True)))
@@ -586,13 +595,10 @@ class Protocol:
                 b = s.slots[s.bursts[b].slot] or 0
             label = f"waiter: orders its stream behind layer {layer} of burst {waiter.burst}"
             captured = self.recorded_by(s, b, layer)
-            after = self.with_waiter(s, number, waiter._replace(step="lets go", record=captured))
+            after = self.with_waiter(s, number, waiter._replace(step="behind", record=captured))
             if captured > waiter.burst:
                 after = after._replace(broken=s.broken or Invariant.NO_STALE_WAIT)
-            yield self.step(label, after)
-        elif waiter.step == "lets go":
-            after = self.with_waiter(s, number, waiter._replace(step="behind"))
-            yield self.step(f"waiter: lets go of burst {waiter.burst}", self.gives_back_last(after, waiter.burst))
+            yield self.step(label, self.gives_back_last(after, waiter.burst))
 
     def begins_wait(self, s: State, number: int, b: int, layer: int) -> Move[State]:
         burst = s.bursts[b]
@@ -613,6 +619,11 @@ class Protocol:
         elif released:
             after = self.gives_back_last(self.returned(s, number, b, layer), b)
             yield self.step(f"waiter: returns, layer {layer} of burst {b} will not be enqueued", after)
+        if self.scenario.waits_leave:
+            after = self.with_waiter(s, number, Waiter("returned"))
+            if self.keeps(Mechanism.LEAVING_WAITER_LETS_GO):
+                after = self.gives_back_last(after, b)
+            yield self.step(f"waiter: leaves layer {layer} of burst {b}, timed out or interrupted", after, owed=False)
 
     def gives_back_last(self, s: State, b: int) -> State:
         """A waiter that lets go after the burst has ended gives the event set back, if it was the last."""
