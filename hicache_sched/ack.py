@@ -10,6 +10,8 @@ from hicache_sched.errors import LoadFailedError
 
 
 class AckStatus(StrEnum):
+    """How a burst can end."""
+
     OK = "ok"
     FAILED = "failed"
     CANCELLED = "cancelled"

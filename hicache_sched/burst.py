@@ -53,15 +53,17 @@ class Burst:
         ack: how it ended; None while it lives.
     """
 
-    def __init__(self, burst_id: int, slot: Slot, queue: OpQueue, num_layers: int, waits: Waits) -> None:
+    def __init__(
+        self, burst_id: int, slot: Slot, generation: int, queue: OpQueue, num_layers: int, waits: Waits
+    ) -> None:
         self.id = burst_id
         self.slot = slot.index
-        self.generation = slot.generation
+        self.generation = generation
         self.num_layers = num_layers
         self.queue = queue
         self.waits = waits
-        self.start_event: Event | None = None
-        self.fence_event: Event | None = None
+        self.start_event: Event | None = slot.start_event
+        self.fence_event: Event | None = slot.fence_event
         self.inference_mode = torch.is_inference_mode_enabled()
         self.grad_enabled = torch.is_grad_enabled()
 
@@ -75,7 +77,7 @@ class Burst:
         self.error: BaseException | None = None
         self.failed_stage: str | None = None
         self.failed_layer: int | None = None
-        self.failure_logged = False
+        self.outcome_logged = False
         self.ack: LoadAck | None = None
         self.events: EventSet | None = None
         self.prepared: Any = None
@@ -142,9 +144,9 @@ class Burst:
         with self.lock:
             if self.stale:
                 return False
-            self.begun = True
             self.events = events
             self.plane_stage = "preparing"
+            self.begun = True
             return True
 
     def enter_enqueuing(self, prepared: Any) -> None:
@@ -156,7 +158,7 @@ class Burst:
     def advance_enqueued(self, watermark: int) -> None:
         with self.lock:
             self.enqueued = watermark
-            waiters = self._waiters.pop(("enqueued", watermark - 1), ())
+            waiters = self._waiting_for(("enqueued", watermark - 1))
         wake_all(waiters)
 
     def fail(self, stage: str, layer: int | None, error: BaseException) -> bool:
@@ -165,14 +167,14 @@ class Burst:
             if self.stale or self.ended:
                 return False
             self.error, self.failed_stage, self.failed_layer = error, stage, layer
-            waiters = self._take_all_waiters()
+            waiters = self._all_waiters()
         wake_all(waiters)
         return True
 
     def mark_submitted(self) -> None:
         with self.lock:
             self.submitted = True
-            waiters = self._waiters.pop(SUBMITTED, ())
+            waiters = self._waiting_for(SUBMITTED)
         wake_all(waiters)
 
     # -- steps of the landing observer -----------------------------------------------------------------------------
@@ -184,7 +186,7 @@ class Burst:
             reached = range(self.landed, watermark)
             self.landed = watermark
             self.progress_at = time.monotonic()
-            waiters = [waiter for layer in reached for waiter in self._waiters.pop(("landed", layer), ())]
+            waiters = self._waiting_for(*(("landed", layer) for layer in reached))
         wake_all(waiters)
 
     def take_prepared(self) -> tuple[bool, Any]:
@@ -204,13 +206,15 @@ class Burst:
             self.submitted = True
             self.queue.ops = []
             self.start_event = self.fence_event = None
-            return self._release_events(), self._take_all_waiters()
+            return self._release_events(), self._all_waiters()
 
-    def take_callbacks(self) -> list[Callable[[], object]]:
-        """Callbacks to run now that it has ended; callbacks added later run at once."""
+    def take_callback(self) -> Callable[[], object] | None:
+        """The next callback to run now that it has ended; None after the last, those added later run at once."""
         with self.lock:
-            callbacks, self._callbacks = self._callbacks or [], None
-        return callbacks
+            if self._callbacks:
+                return self._callbacks.pop(0)
+            self._callbacks = None
+            return None
 
     # -- steps of waiters -------------------------------------------------------------------------------------------
 
@@ -221,7 +225,7 @@ class Burst:
             if self.begun or self.submitted or self.error is not None:
                 return False
             self.cancelled = True
-            waiters = self._take_all_waiters()
+            waiters = self._all_waiters()
         wake_all(waiters)
         return True
 
@@ -288,6 +292,12 @@ class Burst:
             for watch in watches:
                 self._register(watch, waiter)
 
+    def wake(self) -> None:
+        """Make whoever waits for it look again."""
+        with self.lock:
+            waiters = self._all_waiters()
+        wake_all(waiters)
+
     def forget(self, waiter: Waiter) -> None:
         with self.lock:
             for watch in [watch for watch, waiters in self._waiters.items() if waiter in waiters]:
@@ -305,12 +315,16 @@ class Burst:
     def _register(self, watch: Watch, waiter: Waiter | None) -> Pending:
         if waiter is not None:
             self._waiters.setdefault(watch, set()).add(waiter)
+            waiter.forget = self.forget
         return PENDING
 
-    def _take_all_waiters(self) -> list[Waiter]:
-        waiters = [waiter for waiters in self._waiters.values() for waiter in waiters]
-        self._waiters.clear()
-        return waiters
+    def _all_waiters(self) -> list[Waiter]:
+        return self._waiting_for(*self._waiters)
+
+    def _waiting_for(self, *watches: Watch) -> list[Waiter]:
+        """Whom to wake. They stay registered until they forget themselves: where a thread of ours is interrupted
+        between a step and its wake-ups, the next step or `wake` makes up for those."""
+        return [waiter for watch in watches for waiter in self._waiters.get(watch, ())]
 
     def _release_events(self) -> EventSet | None:
         if self._holders:

@@ -77,8 +77,9 @@ def _parse(text: str, kind: type) -> object:
         if lowered in ("0", "false", "no", "off"):
             return False
         raise ValueError("must be one of 1, true, yes, on, 0, false, no, off")
-    if kind is int:
-        return int(text)
-    if kind is float:
-        return float(text)
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError("must be a whole number" if kind is int else "must be a number") from None
     return text.strip()

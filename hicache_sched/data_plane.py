@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 
 from hicache_sched.burst import Burst
@@ -18,18 +20,23 @@ class OwnThread:
 
     `hint` wakes it; what there is to do it reads from state that it shares, so a hint may come late, twice or for
     nothing. Whatever `_serve` raises is reported and served on: what it was at is still in the shared state.
+
+    Attributes:
+        ended: it has nothing more to do than to return; `on_end` is called on it after that.
     """
 
-    def __init__(self, name: str, device: DeviceBinding, failures: FailureDesk) -> None:
+    def __init__(self, name: str, device: DeviceBinding, failures: FailureDesk, on_end: Callable[[], None]) -> None:
         self._device = device
         self._failures = failures
+        self._on_end = on_end
+        self.ended = False
         self._hints: SimpleQueue[None] = SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
-    def ident(self) -> int | None:
-        return self._thread.ident
+    def is_current(self) -> bool:
+        return threading.current_thread() is self._thread
 
     def start(self) -> None:
         self._thread.start()
@@ -42,12 +49,19 @@ class OwnThread:
         self._stopping = True
         self.hint()
 
-    def join(self, deadline: float | None) -> bool:
-        """Wait until it has ended; False if `deadline` (`time.monotonic` seconds) came first."""
+    def join(self, deadline: float | None) -> None:
+        """Wait until it has ended, or until `deadline` (`time.monotonic` seconds)."""
         self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
+        while True:
+            with suppress(BaseException):  # interrupted while it reported that it had been
+                self._serve_until_stopped()
+                self.ended = True
+                self._on_end()
+                return
+
+    def _serve_until_stopped(self) -> None:
         bound = False
         while True:
             try:
@@ -71,8 +85,15 @@ class PythonDataPlane(OwnThread):
 
     name = "python"
 
-    def __init__(self, thread_name: str, device: DeviceBinding, failures: FailureDesk, submission: Submission) -> None:
-        super().__init__(thread_name, device, failures)
+    def __init__(
+        self,
+        thread_name: str,
+        device: DeviceBinding,
+        failures: FailureDesk,
+        on_end: Callable[[], None],
+        submission: Submission,
+    ) -> None:
+        super().__init__(thread_name, device, failures, on_end)
         self._submission = submission
         self._queue: deque[Burst] = deque()
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 from hicache_sched.ack import LoadAck
 from hicache_sched.burst import Burst
-from hicache_sched.log import log, say
+from hicache_sched.log import is_ctrl_c, log, say
 from hicache_sched.protocol import TransferProtocol
 
 OnAck = Callable[[LoadAck], object]
@@ -19,31 +18,22 @@ class Delivery:
     def __init__(self, protocol: TransferProtocol, on_ack: OnAck | None) -> None:
         self._protocol = protocol
         self._on_ack = on_ack
-        self._thread: int | None = None
-
-    @property
-    def is_running_here(self) -> bool:
-        """Whether the calling thread is inside a callback."""
-        return self._thread == threading.get_ident()
+        self._acknowledged = 0
 
     def run(self) -> None:
-        """Deliver every burst that has ended; one thread at a time."""
+        """Deliver every burst that has ended; one thread at a time. Interrupted, it goes on where it was."""
         while (burst := self._protocol.next_undelivered()) is not None:
-            self._thread = threading.get_ident()
-            try:
-                self._deliver(burst)
-            finally:
-                self._thread = None
-                self._protocol.delivered(burst)
+            self._deliver(burst)
+            self._protocol.delivered(burst)
 
     def _deliver(self, burst: Burst) -> None:
         ack = burst.ack
         assert ack is not None
         log_end(burst, ack)
-        for callback in burst.take_callbacks():
+        while (callback := burst.take_callback()) is not None:
             self.call("done_callback_failed", burst, callback)
-        if self._on_ack is not None:
-            on_ack = self._on_ack
+        if self._on_ack is not None and self._acknowledged < burst.id:
+            on_ack, self._acknowledged = self._on_ack, burst.id
             self.call("on_ack_failed", burst, lambda: on_ack(ack))
 
     @staticmethod
@@ -53,15 +43,15 @@ class Delivery:
             callback()
         except BaseException as exc:
             say(log.error, event, burst_id=burst.id, slot=burst.slot, generation=burst.generation, exc_info=exc)
-            if isinstance(exc, KeyboardInterrupt):  # inline mode: it is the caller's
+            if is_ctrl_c(exc):  # inline mode: it is the caller's
                 raise
 
 
 def log_failure(burst: Burst) -> None:
     """Log once that a burst has failed."""
-    if burst.error is None or burst.failure_logged:
+    if burst.error is None or burst.outcome_logged:
         return
-    burst.failure_logged = True
+    burst.outcome_logged = True
     say(
         log.error,
         "burst_failed",
@@ -77,9 +67,11 @@ def log_failure(burst: Burst) -> None:
 
 def log_end(burst: Burst, ack: LoadAck) -> None:
     names = {"burst_id": burst.id, "slot": burst.slot, "generation": burst.generation}
-    if burst.error is not None:
-        log_failure(burst)
-    elif burst.cancelled:
+    log_failure(burst)
+    if burst.outcome_logged:
+        return
+    burst.outcome_logged = True
+    if burst.cancelled:
         say(log.warning, "burst_cancelled", **names, node_ids=list(ack.node_ids))
     else:
         say(

@@ -25,6 +25,8 @@ class FailureDesk:
 
     def burst_failed(self, burst: Burst, stage: str, layer: int | None, error: BaseException) -> None:
         """Mark `burst` failed, with a lost device as the cause where that is why."""
+        if self.muted:
+            return
         lost = self._find_lost(error)
         if burst.fail(stage, layer, lost or error):
             self._protocol.last_error = lost or error
@@ -32,6 +34,9 @@ class FailureDesk:
     def thread_failed(self, thread: str, error: BaseException) -> None:
         """One of our threads was about to die of `error`; it goes on."""
         self._protocol.last_error = error
+        for burst in self._protocol.bursts_alive():  # a wake-up that it was about to give may be lost
+            burst.wake()
+        self._protocol.wake()
         if not self.muted:
             say(log.error, "thread_failed", thread=thread, exc_info=error)
 

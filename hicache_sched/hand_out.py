@@ -25,17 +25,17 @@ class HandOut:
     what = "a free slot"
 
     def __init__(
-        self, protocol: TransferProtocol, epoch: int, fence_stream: Stream | None, waits: Waits, launch: Launch
+        self, protocol: TransferProtocol, number: int, fence_stream: Stream | None, waits: Waits, launch: Launch
     ) -> None:
         self._protocol = protocol
-        self._epoch = epoch
+        self._number = number
         self._fence_stream = fence_stream
         self._launch = launch
         self.waits = waits
 
     def look(self, waiter: Waiter | None) -> Burst | Pending | None:
         """Hand out if the next slot is free; None if there is nothing to hand out."""
-        found = self._protocol.look_for_slot(self._epoch, self.waits, waiter)
+        found = self._protocol.look_for_slot(self._number, self.waits, waiter)
         if isinstance(found, Burst):
             self._launch(found, self._fence_stream)
         return found

@@ -12,6 +12,7 @@ from hicache_sched.delivery import Delivery
 from hicache_sched.device.binding import DeviceBinding, runs_inline
 from hicache_sched.errors import HiCacheSchedError, LoadCancelledError, LoadFailedError
 from hicache_sched.event_set import EventSetPool
+from hicache_sched.waiting import ForkGuard, check_timeout
 
 
 class LoadHandle:
@@ -22,14 +23,20 @@ class LoadHandle:
     it never waits for, or is satisfied by, a later burst in the same slot.
     """
 
-    __slots__ = ("_burst", "_device", "_event_sets", "_observe")
+    __slots__ = ("_burst", "_device", "_event_sets", "_guard", "_observe")
 
     def __init__(
-        self, burst: Burst, device: DeviceBinding, event_sets: EventSetPool, observe: Callable[[], None]
+        self,
+        burst: Burst,
+        device: DeviceBinding,
+        event_sets: EventSetPool,
+        guard: ForkGuard,
+        observe: Callable[[], None],
     ) -> None:
         self._burst = burst
         self._device = device
         self._event_sets = event_sets
+        self._guard = guard
         self._observe = observe
 
     def __eq__(self, other: object) -> bool:
@@ -105,6 +112,7 @@ class LoadHandle:
         :raises LoadCancelledError: it was cancelled.
         :raises TransferTimeoutError: `timeout` ran out.
         """
+        check_timeout(timeout)
         burst = self._burst
         return self._outcome(burst.waits.block(burst.look_ended, timeout, f"burst {burst.id}"))
 
@@ -123,6 +131,7 @@ class LoadHandle:
 
         Where that is past, it is called here and now. If it raises, that is logged and changes nothing.
         """
+        self._guard.check()
         callback = partial(fn, self)
         if not self._burst.add_callback(callback):
             Delivery.call("done_callback_failed", self._burst, callback)
@@ -134,6 +143,7 @@ class LoadHandle:
 
         :return: whether it is cancelled.
         """
+        self._guard.check()
         return self._burst.cancel()
 
     # -- single layers ----------------------------------------------------------------------------------------------
@@ -199,9 +209,11 @@ class LoadHandle:
         :raises HiCacheSchedError: the current stream is being captured into a graph.
         """
         self._check_layer(layer)
+        check_timeout(timeout)
         burst = self._burst
         if burst.landed > layer:
             return
+        self._guard.check()
         if self._device.is_capturing():
             raise HiCacheSchedError(
                 f"wait_layer({layer}) on a stream that is being captured: the wait would belong to the graph and "
@@ -231,6 +243,8 @@ class LoadHandle:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _check_layer(self, layer: int) -> None:
+        if type(layer) is not int:
+            raise TypeError(f"layer must be an int, not {layer!r}")
         if not 0 <= layer < self._burst.num_layers:
             raise IndexError(f"layer {layer} is out of range: the burst has layers 0 to {self._burst.num_layers - 1}")
 

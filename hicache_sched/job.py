@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 
 from hicache_sched.burst import ENDED, Burst, Watch
 from hicache_sched.delivery import Delivery, log_failure
@@ -60,7 +61,9 @@ class Jobs:
     def begin(self, burst: Burst) -> None:
         """Start the job of a burst; does nothing where there is one."""
         if burst.id not in self._of_bursts and (not burst.ended or self._protocol.next_undelivered() is not None):
-            task = asyncio.get_running_loop().create_task(self._follow(burst), name=f"burst-{burst.id}")
+            task = asyncio.get_running_loop().create_task(self._log_stalls_until_end(burst), name=f"burst-{burst.id}")
+            # Not a `finally` in the job: one that is cancelled before its first step has none.
+            task.add_done_callback(partial(self._ended, burst))
             self._of_bursts[burst.id] = task
 
     def watch_slot(self, slot_wait: SlotWait) -> None:
@@ -69,26 +72,34 @@ class Jobs:
         self._of_slot = asyncio.get_running_loop().create_task(self._watch(slot_wait), name="slot-wait")
 
     def resume(self) -> None:
-        """Take up again what was under way when the loop died."""
-        loop = asyncio.get_running_loop()
-        for burst_id, task in list(self._of_bursts.items()):
-            if task.done() or task.get_loop() is not loop:
-                del self._of_bursts[burst_id]
+        """Take up again what was under way when the loop died.
+
+        A job that was may have lost a wake-up with it, so every burst gets a new one.
+        """
+        self.abandon()
         for burst in self._protocol.bursts_alive():
             self.begin(burst)
-        watching = self._of_slot is not None and not self._of_slot.done() and self._of_slot.get_loop() is loop
-        if self._slot_wait is not None and not self._slot_wait.over and not watching:
+        if self._slot_wait is not None and not self._slot_wait.over:
             self.watch_slot(self._slot_wait)
 
-    async def _follow(self, burst: Burst) -> None:
-        """Await the burst's progress and its end, then deliver it in its turn."""
-        try:
-            await self._log_stalls_until_end(burst)
-        finally:
-            # Where the logging itself was interrupted, the burst's end is still to be delivered when it comes.
-            if burst.ended:
-                self._delivery.run()
-            self._of_bursts.pop(burst.id, None)
+    def abandon(self) -> None:
+        """Give up every job; those that run are cancelled."""
+        tasks = [*self._of_bursts.values(), *([] if self._of_slot is None else [self._of_slot])]
+        self._of_bursts, self._of_slot = {}, None
+        for task in tasks:
+            if not task.cancel() and not task.cancelled():
+                task.exception()  # what killed the loop has been reported
+
+    def _ended(self, burst: Burst, task: asyncio.Task[None]) -> None:
+        """Deliver the burst in its turn; where its job was interrupted before that, it gets a new one."""
+        if self._of_bursts.get(burst.id) is not task:  # it was abandoned
+            return
+        del self._of_bursts[burst.id]
+        interrupted = task.cancelled() or task.exception() is not None
+        if burst.ended:
+            self._delivery.run()
+        elif interrupted:
+            self.begin(burst)
 
     async def _log_stalls_until_end(self, burst: Burst) -> None:
         clock = StallClock(self._interval, burst.progress_at)
@@ -100,9 +111,6 @@ class Jobs:
                 watches: tuple[Watch, ...] = (ENDED,) if stalled is None else (ENDED, ("landed", stalled))
                 burst.register_for(watches, waiter)
                 log_failure(burst)
-                if stalled is not None and (burst.landed > stalled or burst.ended):
-                    self._say_layer("layer_recovered", log.info, burst, stalled, time.monotonic() - stalled_since)
-                    stalled = None
                 if burst.ended:
                     return
                 clock.progressed(burst.progress_at)
@@ -114,8 +122,11 @@ class Jobs:
                     if burst.landed > stalled:
                         continue
                 await asyncio.wait((waiter.future,), timeout=clock.remaining)
-            finally:
+            finally:  # also where a close interrupts the wait: another job may have delivered the burst
                 burst.forget(waiter)
+                if stalled is not None and (burst.landed > stalled or burst.ended):
+                    self._say_layer("layer_recovered", log.info, burst, stalled, time.monotonic() - stalled_since)
+                    stalled = None
 
     def _say_layer(self, event: str, method: Callable[..., object], burst: Burst, layer: int, waited: float) -> None:
         oldest = self._protocol.oldest_in_flight()

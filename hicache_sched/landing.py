@@ -10,11 +10,11 @@ from hicache_sched.burst import Burst
 from hicache_sched.copy.backend import BurstBackend
 from hicache_sched.data_plane import OwnThread
 from hicache_sched.device.binding import DeviceBinding
-from hicache_sched.device.runtime import Stream
+from hicache_sched.device.runtime import Event, Stream
 from hicache_sched.errors import LoadFailedError
 from hicache_sched.event_set import EventSetPool
 from hicache_sched.failure import FailureDesk
-from hicache_sched.log import log, say
+from hicache_sched.log import is_ctrl_c, log, say
 from hicache_sched.protocol import ACK_BACKLOG, TransferProtocol
 from hicache_sched.waiting import PENDING, ThreadWaiter
 
@@ -33,6 +33,7 @@ class BurstEnd:
     def end(self, burst: Burst) -> None:
         """Finish and publish the oldest burst in flight."""
         num_bytes = 0
+        interrupt: BaseException | None = None
         needs_finish, prepared = burst.take_prepared()
         if needs_finish:
             try:
@@ -41,7 +42,9 @@ class BurstEnd:
                     self._backend.finish(prepared)
             except BaseException as exc:
                 self._failures.burst_failed(burst, "finish", None, exc)
-        events, backlog = self._protocol.publish(burst, self._ack(burst, num_bytes))
+                interrupt = exc if is_ctrl_c(exc) else None
+        ack = burst.ack or self._ack(burst, num_bytes)  # there is one where the publishing was interrupted
+        events, backlog = self._protocol.publish(burst, ack)
         if events is not None:
             self._event_sets.give_back(events)
         if backlog:
@@ -51,6 +54,8 @@ class BurstEnd:
                 acks_unpopped=ACK_BACKLOG + 1,
                 way_out="call pop_acks() regularly, or set poll_acks=False and use handles or on_ack",
             )
+        if interrupt is not None:  # inline mode: it is the caller's
+            raise interrupt
 
     def _ack(self, burst: Burst, num_bytes: int) -> LoadAck:
         failure = burst.failure()
@@ -90,11 +95,12 @@ class LandingObserver(OwnThread):
         thread_name: str,
         device: DeviceBinding,
         failures: FailureDesk,
+        on_end: Callable[[], None],
         protocol: TransferProtocol,
         h2d_stream: Stream,
         burst_end: BurstEnd,
     ) -> None:
-        super().__init__(thread_name, device, failures)
+        super().__init__(thread_name, device, failures, on_end)
         self._protocol = protocol
         self._h2d_stream = h2d_stream
         self._burst_end = burst_end
@@ -117,7 +123,8 @@ class LandingObserver(OwnThread):
         for layer in range(burst.landed, burst.num_layers):
             if not self._wait_enqueued(burst, layer):
                 break
-            if not self._wait_landed(burst, layer):
+            assert burst.events is not None, "an enqueued layer has an event"
+            if not self._synchronize(burst, layer, burst.events.layers[layer]):
                 break
             burst.advance_landed(layer + 1)
         self._wait_enqueued(burst, burst.num_layers)  # no such layer: this waits until the data plane is done
@@ -143,30 +150,26 @@ class LandingObserver(OwnThread):
             finally:
                 burst.forget(waiter)
 
-    def _wait_landed(self, burst: Burst, layer: int) -> bool:
+    def _wait_finished(self, burst: Burst) -> None:
+        """Wait until all that was submitted has landed."""
         events = burst.events
-        assert events is not None, "an enqueued layer has an event"
+        if self._protocol.lost is not None or events is None:
+            return
+        if burst.finish_recorded and self._synchronize(burst, None, events.ack_finish):
+            return
+        # Without a finish event the later bursts are waited for too, which is late but not wrong.
+        if self._protocol.lost is None:
+            self._synchronize(burst, None, self._h2d_stream)
+
+    def _synchronize(self, burst: Burst, layer: int | None, what: Event | Stream) -> bool:
+        """Block until the device gets there; False where it says that it will not, which fails the burst."""
         try:
-            events.layers[layer].synchronize()
+            what.synchronize()
         except Exception as exc:
             if not self._abandoned:
                 self._failures.burst_failed(burst, "device", layer, exc)
             return False
         return True
-
-    def _wait_finished(self, burst: Burst) -> None:
-        """Wait until all that was submitted has landed."""
-        if self._protocol.lost is not None:
-            return
-        try:
-            if burst.finish_recorded:
-                assert burst.events is not None
-                burst.events.ack_finish.synchronize()
-            else:  # it could not be recorded; later bursts are waited for too, which is late but not wrong
-                self._h2d_stream.synchronize()
-        except Exception as exc:
-            if not self._abandoned:
-                self._failures.burst_failed(burst, "device", None, exc)
 
 
 class InlineObserver:
@@ -186,6 +189,12 @@ class InlineObserver:
         self._burst_end = burst_end
         self._deliver = deliver
         self._observing = threading.Lock()
+        self._thread: int | None = None
+
+    @property
+    def is_running_here(self) -> bool:
+        """Whether the calling thread is inside `finish` or a callback."""
+        return self._thread == threading.get_ident()
 
     def observe(self) -> None:
         """Advance the watermarks as far as the device has got, end what has landed, run its callbacks.
@@ -195,16 +204,18 @@ class InlineObserver:
         if not self._observing.acquire(blocking=False):
             return
         try:
+            self._thread = threading.get_ident()
             while (burst := self._protocol.oldest_in_flight()) is not None and self._has_landed(burst):
                 self._burst_end.end(burst)
             self._deliver()
         finally:
+            self._thread = None
             self._observing.release()
 
     def _has_landed(self, burst: Burst) -> bool:
         """Advance the burst's watermark; whether all that was submitted has landed."""
         if not burst.begun:
-            return burst.cancelled
+            return burst.submitted
         events = burst.events
         assert events is not None, "a burst that has begun keeps its events until it ends"
         try:
@@ -213,7 +224,11 @@ class InlineObserver:
                     burst.advance_landed(burst.landed + 1)
             if not burst.submitted:
                 return False
-            return events.ack_finish.query() if burst.finish_recorded else self._h2d_stream.query()
+            if not (events.ack_finish.query() if burst.finish_recorded else self._h2d_stream.query()):
+                return False
+            if burst.failed_stage != "device":  # the rest of its layers may have landed since they were asked
+                burst.advance_landed(burst.enqueued)
+            return True
         except Exception as exc:
             self._failures.burst_failed(burst, "device", burst.landed, exc)
             burst.finish_recorded = False  # its events cannot be trusted: the stream has to be asked from now on

@@ -23,6 +23,7 @@ class PoolTransfer:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens to move, in this side pool."""
         return self.host_indices.shape[0]
 
 
@@ -45,6 +46,7 @@ class LoadOp:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens to move in the anchor; side pools have their own number."""
         return self.host_indices.shape[0]
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,12 +14,17 @@ import structlog
 log = structlog.get_logger()
 
 
+def is_ctrl_c(exc: BaseException) -> bool:
+    """Whether it is the caller's to handle: the interpreter raises Ctrl-C on the main thread and on no other."""
+    return isinstance(exc, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+
+
 def say(method: Callable[..., Any], event: str, **context: Any) -> None:
     """Log one event; a logger that raises is reported on stderr and changes nothing, as in the logging module."""
     try:
         method(event, **context)
     except BaseException as exc:
-        if isinstance(exc, KeyboardInterrupt):
+        if is_ctrl_c(exc):
             raise
         with suppress(Exception):  # stderr may be gone too, and then nobody is left to tell
             sys.stderr.write(f"hicache_sched: logging {event!r} failed:\n")

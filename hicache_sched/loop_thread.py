@@ -30,22 +30,37 @@ def loop_factory(event_loop: EventLoop) -> tuple[Callable[[], asyncio.AbstractEv
     return asyncio.SelectorEventLoop, "asyncio"
 
 
+CANCEL_SECONDS = 1.0
+"""How long the end of the loop waits for tasks that it has cancelled."""
+
+
 class LoopThread:
-    """Runs one event loop until it is told to stop."""
+    """Runs one event loop until it is told to stop.
+
+    Attributes:
+        ended: it has nothing more to do than to return; `on_end` is called on it after that.
+    """
 
     def __init__(
-        self, name: str, make_loop: Callable[[], asyncio.AbstractEventLoop], jobs: Jobs, failures: FailureDesk
+        self,
+        name: str,
+        make_loop: Callable[[], asyncio.AbstractEventLoop],
+        jobs: Jobs,
+        failures: FailureDesk,
+        on_end: Callable[[], None],
     ) -> None:
         self._make_loop = make_loop
         self._jobs = jobs
         self._failures = failures
+        self._on_end = on_end
         self._stopping = False
+        self.ended = False
         self._loop = make_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
-    def ident(self) -> int | None:
-        return self._thread.ident
+    def is_current(self) -> bool:
+        return threading.current_thread() is self._thread
 
     def start(self) -> None:
         self._thread.start()
@@ -63,27 +78,38 @@ class LoopThread:
         with suppress(RuntimeError):  # it has ended and its loop is closed
             self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def join(self, deadline: float | None) -> bool:
-        """Wait until the thread has ended; False if `deadline` (`time.monotonic` seconds) came first."""
+    def join(self, deadline: float | None) -> None:
+        """Wait until the thread has ended, or until `deadline` (`time.monotonic` seconds)."""
         self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while True:
+            with suppress(BaseException):  # interrupted while it reported that it had been
+                self._run_until_stopped()
+                self._close_loop()
+                self.ended = True
+                self._on_end()
+                return
+
+    def _run_until_stopped(self) -> None:
+        while not self._stopping:
             try:
                 if self._loop.is_closed():
                     self._loop = self._make_loop()
                 asyncio.set_event_loop(self._loop)
                 self._loop.call_soon(self._jobs.resume)
                 self._loop.run_forever()
-                if self._stopping:
-                    break
-                raise RuntimeError("the event loop was stopped by somebody else")
+                if not self._stopping:
+                    raise RuntimeError("the event loop was stopped by somebody else")
             except BaseException as exc:
-                if self._stopping:
-                    break
-                self._failures.thread_failed(self._thread.name, exc)
+                if not self._stopping:
+                    self._failures.thread_failed(self._thread.name, exc)
+
+    def _close_loop(self) -> None:
+        if self._loop.is_closed():
+            return
         try:
+            self._jobs.abandon()
             self._loop.run_until_complete(_cancel_all_tasks())
         except BaseException as exc:
             self._failures.thread_failed(self._thread.name, exc)
@@ -96,4 +122,5 @@ async def _cancel_all_tasks() -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    if tasks:  # one that lost its next step with a loop that died does not come to its end
+        await asyncio.wait(tasks, timeout=CANCEL_SECONDS)

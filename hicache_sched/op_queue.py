@@ -51,10 +51,10 @@ def check_op(op: LoadOp, pool_names: Sequence[str]) -> None:
     if type(op.node_id) is not int:
         raise InvalidLoadError(f"{where}: node_id must be an int, not {type(op.node_id).__name__}")
     _check_indices(op, where)
-    if op.num_tokens == 0 and not op.pool_transfers:
-        raise InvalidLoadError(f"{where}: moves no token; do not load an empty op")
     if not isinstance(op.pool_transfers, tuple):
         raise InvalidLoadError(f"{where}: pool_transfers must be a tuple, not {type(op.pool_transfers).__name__}")
+    if op.num_tokens == 0 and not op.pool_transfers:
+        raise InvalidLoadError(f"{where}: moves no token; do not load an empty op")
     for transfer in op.pool_transfers:
         if not isinstance(transfer, PoolTransfer):
             raise InvalidLoadError(f"{where}: pool_transfers holds a {type(transfer).__name__}, not a PoolTransfer")
@@ -77,6 +77,9 @@ def _check_indices(indexed: LoadOp | PoolTransfer, where: str) -> None:
             raise InvalidLoadError(f"{where}: {side} must be torch.int64, not {indices.dtype}")
         if indices.ndim != 1:
             raise InvalidLoadError(f"{where}: {side} must have 1 dimension, not {indices.ndim}")
+        if indices.is_meta or indices.layout is not torch.strided:
+            what = "on the meta device" if indices.is_meta else f"of layout {indices.layout}"
+            raise InvalidLoadError(f"{where}: {side} must be a dense tensor with values, not one {what}")
     host, device = indexed.host_indices.shape[0], indexed.device_indices.shape[0]
     if host != device:
         raise InvalidLoadError(

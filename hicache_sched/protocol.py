@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 from hicache_sched.ack import AckStatus, LoadAck
@@ -54,12 +54,14 @@ class TransferProtocol:
         self._lifecycle = Lifecycle.NEW
         self._queue = OpQueue(self.pool_names)
         self._slots: SlotRing | None = None
-        self._handing_out = False
+        self._hand_outs = 0
+        self._hand_out: int | None = None
+        self._closed_hand_outs = 0
         self._resetting = False
-        self._epoch = 0
         self._bursts_handed_out = 0
-        self._in_flight: deque[Burst] = deque()
-        self._undelivered: deque[Burst] = deque()
+        self._unlaunched: Burst | None = None
+        self._alive: deque[Burst] = deque()
+        self._undelivered = 0  # so many of the first in `_alive` have ended
         self._acks: deque[LoadAck] = deque()
         self._totals = dict.fromkeys(AckStatus, 0)
         self._loaded_tokens = 0
@@ -77,11 +79,15 @@ class TransferProtocol:
             self._slots = slots
             self._lifecycle = Lifecycle.RUNNING
 
-    def begin_close(self) -> None:
-        """From here on nothing is loaded or handed out, until the close succeeds."""
+    def begin_close(self) -> bool:
+        """From here on nothing is loaded or handed out, until the close succeeds; False if nothing is open."""
         with self._lock:
+            if self._lifecycle in (Lifecycle.NEW, Lifecycle.CLOSED):
+                return False
             self._lifecycle = Lifecycle.CLOSING
+            self._hand_out, self._closed_hand_outs = None, self._hand_outs
         self.wake()
+        return True
 
     def finish_close(self) -> bool:
         """False if another close has finished it."""
@@ -101,7 +107,7 @@ class TransferProtocol:
             self._queue.append(op, self.pool_names[0])
 
     def begin_hand_out(self) -> int:
-        """Enter a hand-out; `end_hand_out` leaves it. Gives the epoch that it belongs to."""
+        """Enter a hand-out and give its number; `end_hand_out` leaves it, unless a reset or a close ended it."""
         with self._lock:
             if self._lifecycle is Lifecycle.NEW:
                 raise SchedulerClosedError(
@@ -109,42 +115,53 @@ class TransferProtocol:
                 )
             self._check_not_closing()
             self._check_not_lost()
-            if self._handing_out:
+            if self._hand_out is not None:
                 raise HiCacheSchedError(
                     "a second hand-out while one is under way: one engine thread or loop drives a scheduler; "
                     "await the first start_loading() before the next"
                 )
             if self._resetting:
                 raise HiCacheSchedError("hand-out during reset(): wait until reset() has returned")
-            self._handing_out = True
-            return self._epoch
+            self._hand_outs += 1
+            self._hand_out = self._hand_outs
+            return self._hand_out
 
-    def look_for_slot(self, epoch: int, waits: Waits, waiter: Waiter | None) -> Burst | Pending | None:
+    def look_for_slot(self, hand_out: int, waits: Waits, waiter: Waiter | None) -> Burst | Pending | None:
         """Claim the next slot for all queued ops, if it is free.
 
-        None if there is nothing to hand out (any more, after a reset).
+        None if there is nothing to hand out (any more, after a reset). It raises where a close has begun, also where
+        that has ended since: the hand-out would go on in the wrong mode.
         """
         with self._lock:
-            if self._epoch != epoch or not self._queue:
+            if hand_out <= self._closed_hand_outs:
+                raise SchedulerClosedError("the scheduler was closed during the hand-out; its load ops are queued")
+            if hand_out != self._hand_out or not self._queue:
                 return None
-            self._check_not_closing()
             self._check_not_lost()
             assert self._slots is not None
             slot = self._slots.next
             if self._resetting or not slot.is_free:
                 return self._register(waiter)
-            self._slots.rotate()
-            slot.generation += 1
-            self._bursts_handed_out += 1
-            queue, self._queue = self._queue, OpQueue(self.pool_names)
-            burst = slot.burst = Burst(self._bursts_handed_out, slot, queue, self.num_layers, waits)
-            burst.start_event, burst.fence_event = slot.start_event, slot.fence_event
-            self._in_flight.append(burst)
+            number, generation = self._bursts_handed_out + 1, slot.generation + 1
+            burst = Burst(number, slot, generation, self._queue, self.num_layers, waits)
+            empty, after_next = OpQueue(self.pool_names), self._slots.after_next
+            # Ctrl-C interrupts CPython after a call, so all of these or none.
+            self._bursts_handed_out, slot.generation, slot.burst = number, generation, burst
+            self._slots.next_index, self._queue, self._unlaunched = after_next, empty, burst
+            self._alive.append(burst)
             return burst
 
-    def end_hand_out(self) -> None:
+    def launched(self) -> None:
+        """The burst of the last hand-out is on its way."""
+        self._unlaunched = None
+
+    def end_hand_out(self, hand_out: int) -> Burst | None:
+        """Leave a hand-out. Gives the burst that it claimed but was interrupted before it launched it."""
         with self._lock:
-            self._handing_out = False
+            if self._hand_out == hand_out:
+                self._hand_out = None
+            unlaunched, self._unlaunched = self._unlaunched, None
+            return unlaunched
 
     def pop_acks(self) -> list[LoadAck]:
         with self._lock:
@@ -154,11 +171,15 @@ class TransferProtocol:
 
     def burst_in(self, slot: int, generation: int | None) -> Burst | None:
         """The burst that (slot, generation) names, None if that is not the slot's last one."""
+        if type(slot) is not int:
+            raise TypeError(f"slot must be an int, not {slot!r}")
         with self._lock:
-            slots = [] if self._slots is None else self._slots.slots
-            if not 0 <= slot < max(len(slots), 1):
+            if self._slots is None:  # not started: nothing has been handed out
+                return None
+            slots = self._slots.slots
+            if not 0 <= slot < len(slots):
                 raise IndexError(f"slot {slot} is out of range: this scheduler has slots 0 to {len(slots) - 1}")
-            burst = slots[slot].burst if slots else None
+            burst = slots[slot].burst
             return burst if burst is not None and generation in (None, burst.generation) else None
 
     # -- reset ------------------------------------------------------------------------------------------------------
@@ -172,8 +193,12 @@ class TransferProtocol:
 
     def look_drained(self, waiter: Waiter | None) -> bool | Pending:
         """True once every burst that was handed out has ended and its callbacks have run."""
+        return self.look_until(lambda: self._is_drained, waiter)
+
+    def look_until(self, predicate: Callable[[], bool], waiter: Waiter | None) -> bool | Pending:
+        """True once `predicate` holds, for which whoever makes it true calls `wake` afterwards."""
         with self._lock:
-            return True if self._is_drained else self._register(waiter)
+            return True if predicate() else self._register(waiter)
 
     def look_reset(self, waiter: Waiter | None) -> bool | Pending:
         """Finish the reset, once drained: after this no ack of an earlier burst is published."""
@@ -184,13 +209,13 @@ class TransferProtocol:
             self._acks.clear()
             if self._slots is not None:
                 self._slots.restart()
-            self._epoch += 1
+            self._hand_out = None
             self._resetting = False
         self.wake()
         return True
 
     def abandon_reset(self) -> None:
-        """Undo `begin_reset`; a hand-out that waits goes on waiting. Does nothing after `look_reset` said True."""
+        """Undo `begin_reset`; a hand-out that waits goes on waiting."""
         with self._lock:
             self._resetting = False
         self.wake()
@@ -199,12 +224,12 @@ class TransferProtocol:
 
     def oldest_in_flight(self) -> Burst | None:
         with self._lock:
-            return self._in_flight[0] if self._in_flight else None
+            return self._alive[self._undelivered] if len(self._alive) > self._undelivered else None
 
     def bursts_alive(self) -> list[Burst]:
         """Bursts that have not ended or whose callbacks have not run, oldest first."""
         with self._lock:
-            return [*self._undelivered, *self._in_flight]
+            return list(self._alive)
 
     def publish(self, burst: Burst, ack: LoadAck) -> tuple[EventSet | None, bool]:
         """End the oldest burst in flight with `ack`.
@@ -212,29 +237,31 @@ class TransferProtocol:
         :return: events to be used again; whether the backlog of acks has just passed `ACK_BACKLOG`.
         """
         with self._lock:
-            assert self._in_flight[0] is burst
-            if self._poll_acks:
-                self._acks.append(ack)
+            assert self._alive[self._undelivered] is burst
+            events, waiters = burst.end(ack)
+            waiters += self._waiters
             self._totals[ack.status] += 1
             self._loaded_tokens += ack.num_tokens
             self._loaded_bytes += ack.num_bytes
-            events, waiters = burst.end(ack)
-            self._in_flight.popleft()
-            self._undelivered.append(burst)
-            waiters += self._take_waiters()
+            # One interrupted before here publishes it again; after here it is published. CPython interrupts a thread
+            # after a call, so not between these two.
+            self._undelivered += 1
+            if self._poll_acks:
+                self._acks.append(ack)
             backlog = len(self._acks) == ACK_BACKLOG + 1
         wake_all(waiters)
         return events, backlog
 
     def next_undelivered(self) -> Burst | None:
         with self._lock:
-            return self._undelivered[0] if self._undelivered else None
+            return self._alive[0] if self._undelivered else None
 
     def delivered(self, burst: Burst) -> None:
         """The callbacks of the oldest undelivered burst have run."""
         with self._lock:
-            assert self._undelivered[0] is burst
-            self._undelivered.popleft()
+            assert self._alive[0] is burst
+            self._undelivered -= 1
+            self._alive.popleft()
         self.wake()
 
     def lose(self, error: DeviceLostError) -> bool:
@@ -249,7 +276,7 @@ class TransferProtocol:
     def wake(self) -> None:
         """Make whoever waits for a slot, a reset or a close look again."""
         with self._lock:
-            waiters = self._take_waiters()
+            waiters = list(self._waiters)
         wake_all(waiters)
 
     def forget(self, waiter: Waiter) -> None:
@@ -273,7 +300,7 @@ class TransferProtocol:
     @property
     def idle(self) -> bool:
         with self._lock:
-            return not (self._queue or self._in_flight or self._acks)
+            return not (self._queue or self._num_in_flight or self._acks)
 
     def counts(self) -> dict[str, int]:
         """The numbers of `SchedulerStats`."""
@@ -282,7 +309,7 @@ class TransferProtocol:
             return {
                 "queued_ops": len(self._queue),
                 "bursts_queued": num_queued,
-                "bursts_in_flight": len(self._in_flight) - num_queued,
+                "bursts_in_flight": self._num_in_flight - num_queued,
                 "free_slots": 0 if self._slots is None else self._slots.num_free,
                 "acks_unpopped": len(self._acks),
                 "landed_bursts": self._totals[AckStatus.OK],
@@ -302,21 +329,21 @@ class TransferProtocol:
 
     @property
     def _is_drained(self) -> bool:
-        return not (self._in_flight or self._undelivered)
+        return not self._alive
+
+    @property
+    def _num_in_flight(self) -> int:
+        return len(self._alive) - self._undelivered
 
     @property
     def _num_queued(self) -> int:
-        return sum(not burst.begun for burst in self._in_flight)
+        return sum(not burst.begun for burst in self._alive if not burst.ended)
 
     def _register(self, waiter: Waiter | None) -> Pending:
         if waiter is not None:
             self._waiters.add(waiter)
+            waiter.forget = self.forget
         return PENDING
-
-    def _take_waiters(self) -> list[Waiter]:
-        waiters = list(self._waiters)
-        self._waiters.clear()
-        return waiters
 
     def _check_not_closing(self) -> None:
         if self._lifecycle is Lifecycle.CLOSING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -18,7 +17,7 @@ from hicache_sched.delivery import Delivery, OnAck
 from hicache_sched.device.at_exit import stop_at_exit
 from hicache_sched.device.binding import DeviceBinding, default_runtime
 from hicache_sched.device.runtime import Stream
-from hicache_sched.errors import DeviceLostError, HiCacheSchedError, TransferTimeoutError
+from hicache_sched.errors import DeviceLostError, HiCacheSchedError
 from hicache_sched.event_set import EventSetPool
 from hicache_sched.failure import FailureDesk
 from hicache_sched.hand_out import HandOut, SlotWait, slot_wait
@@ -34,7 +33,7 @@ from hicache_sched.slots import SlotRing
 from hicache_sched.stats import SchedulerStats
 from hicache_sched.submission import Submission
 from hicache_sched.threads import Threads
-from hicache_sched.waiting import PENDING, ForkGuard, NotifiedWaits, PolledWaits, Waits
+from hicache_sched.waiting import PENDING, ForkGuard, NotifiedWaits, Pending, PolledWaits, Waiter, Waits, check_timeout
 
 
 class TransferScheduler:
@@ -73,7 +72,14 @@ class TransferScheduler:
         :param on_ack: called with each ack, in order, on the loop thread (inline: on the thread that observes the
             landing), after `pop_acks` has the ack and the handle has resolved. If it raises, that is logged and
             changes nothing. It must not close or reset the scheduler.
+        :raises TypeError: `config` is no `SchedulerConfig`, or `on_ack` cannot be called.
+        :raises HiCacheSchedError: the backend's `num_layers` or `pool_names` make no sense.
         """
+        if config is not None and not isinstance(config, SchedulerConfig):
+            raise TypeError(f"config must be a SchedulerConfig or None, not {config!r}")
+        if on_ack is not None and not callable(on_ack):
+            raise TypeError(f"on_ack must be a function that takes a LoadAck, or None, not {on_ack!r}")
+        _check_backend(backend)
         self._backend = backend
         self._config = config or SchedulerConfig()
         self._guard = ForkGuard()
@@ -84,7 +90,7 @@ class TransferScheduler:
         self.index_stream = None
         self._protocol = TransferProtocol(backend.pool_names, backend.num_layers, self._config.poll_acks)
         self._delivery = Delivery(self._protocol, on_ack)
-        self._notified = NotifiedWaits(self._guard, self._protocol.forget)
+        self._notified = NotifiedWaits(self._guard)
         self._threads: Threads | None = None
         self._downgrade_said = False
 
@@ -117,12 +123,14 @@ class TransferScheduler:
         if runs_async:
             make_loop, event_loop = loop_factory(config.event_loop)
             jobs = Jobs(protocol, self._delivery, config.stall_log_interval)
-            name = config.thread_name
+            name, on_end = config.thread_name, self._thread_ended
             self._threads = Threads(
-                loop=LoopThread(name, make_loop, jobs, failures),
+                loop=LoopThread(name, make_loop, jobs, failures, on_end),
                 jobs=jobs,
-                plane=PythonDataPlane(f"{name}-worker", device, failures, self._submission),
-                observer=LandingObserver(f"{name}-observer", device, failures, protocol, self.h2d_stream, burst_end),
+                plane=PythonDataPlane(f"{name}-worker", device, failures, on_end, self._submission),
+                observer=LandingObserver(
+                    f"{name}-observer", device, failures, on_end, protocol, self.h2d_stream, burst_end
+                ),
             )
         protocol.start(SlotRing(config.num_slots, device))
         if self._threads is not None:
@@ -150,21 +158,20 @@ class TransferScheduler:
             `load` and hand-outs raise `SchedulerClosedError`: two threads must not submit on one stream.
         :raises HiCacheSchedError: called from inside a callback, which the close would wait for.
         """
+        check_timeout(timeout)
         if not self._begin_close():
             return
-        deadline = _deadline(timeout)
-        self._waits.block(self._protocol.look_drained, timeout, "the bursts in flight, to close")
-        self._finish_close(self._join(deadline), timeout)
+        self._waits.block(self._look_closed, timeout, "the bursts in flight and the threads, to close")
+        self._finish_close()
 
     async def aclose(self, timeout: float | None = None) -> None:
         """`close` without blocking the calling event loop. A task cancelled meanwhile leaves the scheduler closing;
         close again."""
+        check_timeout(timeout)
         if not self._begin_close():
             return
-        deadline = _deadline(timeout)
-        await self._waits.wait(self._protocol.look_drained, timeout, "the bursts in flight, to close")
-        joined = self._threads is None or await asyncio.to_thread(self._join, deadline)
-        self._finish_close(joined, timeout)
+        await self._waits.wait(self._look_closed, timeout, "the bursts in flight and the threads, to close")
+        self._finish_close()
 
     def reset(self, timeout: float | None = None) -> None:
         """Drop queued load ops, drain what was handed out and rotate from slot 0 again; generations go on.
@@ -176,19 +183,23 @@ class TransferScheduler:
         :raises TransferTimeoutError: `timeout` ran out; nothing was dropped, and a hand-out goes on waiting.
         :raises HiCacheSchedError: another reset is under way, or called from inside a callback.
         """
+        check_timeout(timeout)
         self._begin_reset()
         try:
             self._waits.block(self._protocol.look_reset, timeout, "the bursts in flight, to reset")
-        finally:
+        except BaseException:
             self._protocol.abandon_reset()
+            raise
 
     async def areset(self, timeout: float | None = None) -> None:
         """`reset` without blocking the calling event loop. A task cancelled meanwhile has dropped nothing."""
+        check_timeout(timeout)
         self._begin_reset()
         try:
             await self._waits.wait(self._protocol.look_reset, timeout, "the bursts in flight, to reset")
-        finally:
+        except BaseException:
             self._protocol.abandon_reset()
+            raise
 
     def __enter__(self) -> Self:
         self.start()
@@ -238,6 +249,7 @@ class TransferScheduler:
         :raises DeviceLostError: the device is lost.
         :raises HiCacheSchedError: another hand-out is under way, or the current stream is being captured.
         """
+        check_timeout(timeout)
         with self._hand_out(fence) as hand_out:
             found = hand_out.look(None)
             if found is PENDING:
@@ -248,6 +260,7 @@ class TransferScheduler:
 
     def start_loading_sync(self, timeout: float | None = None, *, fence: Any = None) -> LoadHandle | None:
         """`start_loading` for an engine scheduler that is a thread: where it would wait, this blocks."""
+        check_timeout(timeout)
         with self._hand_out(fence) as hand_out:
             found = hand_out.look(None)
             if found is PENDING:
@@ -257,7 +270,6 @@ class TransferScheduler:
 
     def pop_acks(self) -> list[LoadAck]:
         """Acks published since the last call, in order; each is given once. Empty with `poll_acks=False`."""
-        self._guard.check()
         self._observe()
         return self._protocol.pop_acks()
 
@@ -269,12 +281,12 @@ class TransferScheduler:
             handed out, or was reset since.
         :raises IndexError: there is no such slot.
         """
+        self._guard.check()
         burst = self._protocol.burst_in(slot, generation)
         return None if burst is None else self._handle(burst)
 
     def stats(self) -> SchedulerStats:
         """What the scheduler is doing and has done; from any thread."""
-        self._guard.check()
         self._observe()
         mode = "inline" if self._is_inline else "async"
         return SchedulerStats(mode=mode, plane=self._plane_name, **self._protocol.counts())
@@ -300,7 +312,9 @@ class TransferScheduler:
             self._threads.abandon()
 
     def join_at_exit(self, deadline: float) -> None:
-        self._join(deadline)
+        """Wait for the threads until `deadline` (`time.monotonic` seconds); called by the interpreter's exit."""
+        if self._threads is not None:
+            self._threads.join(deadline)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -317,17 +331,18 @@ class TransferScheduler:
         return self._polled if self._is_inline else self._notified
 
     def _observe(self) -> None:
-        """In inline mode nobody else notices what has landed."""
+        """In inline mode nobody else notices what has landed. A forked child has nothing to see."""
+        self._guard.check()
         if self._is_inline:
             self._inline_observer.observe()
 
     def _handle(self, burst: Burst) -> LoadHandle:
-        return LoadHandle(burst, self.device, self._event_sets, self._observe)
+        return LoadHandle(burst, self.device, self._event_sets, self._guard, self._observe)
 
     @contextmanager
     def _hand_out(self, fence: Any) -> Iterator[HandOut]:
         self._guard.check()
-        epoch = self._protocol.begin_hand_out()
+        number = self._protocol.begin_hand_out()
         try:
             if self._protocol.has_ops:
                 if self.device.is_capturing():
@@ -337,13 +352,14 @@ class TransferScheduler:
                     )
                 self._observe()
             waits, launch = (self._polled, self._launch_inline) if self._is_inline else (self._notified, self._launch)
-            yield HandOut(self._protocol, epoch, fence or self.fence_stream, waits, launch)
+            yield HandOut(self._protocol, number, fence or self.fence_stream, waits, launch)
         finally:
-            self._protocol.end_hand_out()
+            if (burst := self._protocol.end_hand_out(number)) is not None:
+                self._failures.burst_failed(burst, "hand-out", None, HiCacheSchedError("the hand-out was interrupted"))
+                self._give_over(burst)
 
     def _launch(self, burst: Burst, fence_stream: Stream | None) -> None:
         """Record the events and queue the burst; it is queued whatever happens, as it has a slot and owes an ack."""
-        assert self._threads is not None
         try:
             self._submission.record_hand_out(burst, fence_stream)
         except BaseException as exc:
@@ -351,13 +367,24 @@ class TransferScheduler:
             if not isinstance(exc, Exception):
                 raise
         finally:
+            self._give_over(burst)
+
+    def _give_over(self, burst: Burst) -> None:
+        """Leave a burst to the threads; where there are none it has been submitted, or never will be."""
+        if self._threads is None:
+            burst.mark_submitted()
+        else:
             self._threads.hand_over(burst)
+        self._protocol.launched()
 
     def _launch_inline(self, burst: Burst, fence_stream: Stream | None) -> None:
         if self._config.mode == "async" and not self._downgrade_said:
             self._downgrade_said = True
             say(log.warning, "scheduler_downgraded", mode="inline", why="loading goes on after close()")
-        self._submission.submit_inline(burst, fence_stream)
+        try:
+            self._submission.submit_inline(burst, fence_stream)
+        finally:
+            self._give_over(burst)
 
     def _handed_out(self, burst: Burst | None) -> LoadHandle | None:
         if burst is None:
@@ -388,32 +415,47 @@ class TransferScheduler:
         """False where there is nothing to close."""
         self._guard.check()
         self._check_not_inside("close")
-        if self._protocol.lifecycle in (Lifecycle.NEW, Lifecycle.CLOSED):
-            return False
-        self._protocol.begin_close()
-        return True
+        return self._protocol.begin_close()
 
-    def _join(self, deadline: float | None) -> bool:
+    def _look_closed(self, waiter: Waiter | None) -> bool | Pending:
+        """True once everything is drained and the threads, told to end then, have ended."""
+        if self._protocol.look_drained(waiter) is PENDING:
+            return PENDING
         if (threads := self._threads) is None:
             return True
         threads.stop()
-        return threads.join(deadline)
+        return self._protocol.look_until(lambda: threads.ended, waiter)
 
-    def _finish_close(self, joined: bool, timeout: float | None) -> None:
-        if not joined:
-            raise TransferTimeoutError(f"timed out after {timeout} s waiting for a thread to end; close again")
+    def _thread_ended(self) -> None:
+        """The last call of each of our threads; that they hold it keeps a running scheduler alive for `at_exit`."""
+        self._protocol.wake()
+
+    def _finish_close(self) -> None:
+        if (threads := self._threads) is not None:
+            threads.join()
         self._threads = None
         if self._protocol.finish_close():
             say(log.info, "scheduler_stopped", device=self.device.name)
 
     def _check_not_inside(self, what: str) -> None:
-        threads = self._threads
-        if self._delivery.is_running_here or (threads is not None and threads.is_current):
+        if self._is_inline:
+            inside = self._inline_observer.is_running_here or self._submission.is_running_here
+        else:
+            inside = (threads := self._threads) is not None and threads.is_current
+        if inside:
             raise HiCacheSchedError(
                 f"{what}() from inside a callback or backend of the scheduler would wait for itself; "
                 f"call it from the engine's thread"
             )
 
 
-def _deadline(timeout: float | None) -> float | None:
-    return None if timeout is None else time.monotonic() + timeout
+def _check_backend(backend: BurstBackend) -> None:
+    name = type(backend).__name__
+    if type(backend.num_layers) is not int or backend.num_layers < 1:
+        raise HiCacheSchedError(f"{name}.num_layers must be an int of at least 1, not {backend.num_layers!r}")
+    names = backend.pool_names
+    # A string is a sequence of strings, too.
+    if isinstance(names, str) or not names or not all(isinstance(pool, str) for pool in names):
+        raise HiCacheSchedError(f"{name}.pool_names must be names, the anchor's first, as in ('kv',), not {names!r}")
+    if len(set(names)) < len(names):
+        raise HiCacheSchedError(f"{name}.pool_names names a pool twice: {names!r}")

@@ -42,21 +42,23 @@ class SlotRing:
 
     def __init__(self, num_slots: int, device: DeviceBinding) -> None:
         self.slots = [Slot(index, device) for index in range(num_slots)]
-        self._next = 0
+        self.next_index = 0
 
     @property
     def next(self) -> Slot:
-        return self.slots[self._next]
+        return self.slots[self.next_index]
 
     @property
     def num_free(self) -> int:
         return sum(slot.is_free for slot in self.slots)
 
-    def rotate(self) -> None:
-        self._next = (self._next + 1) % len(self.slots)
+    @property
+    def after_next(self) -> int:
+        """Index of the slot after the next."""
+        return (self.next_index + 1) % len(self.slots)
 
     def restart(self) -> None:
         """Rotate from slot 0 again; generations go on."""
-        self._next = 0
+        self.next_index = 0
         for slot in self.slots:
             slot.burst = None

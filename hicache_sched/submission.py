@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -37,6 +38,12 @@ class Submission:
         self._event_sets = event_sets
         self._failures = failures
         self.stopped = False
+        self._inline_thread: int | None = None
+
+    @property
+    def is_running_here(self) -> bool:
+        """Whether the calling thread is inside `submit_inline`."""
+        return self._inline_thread == threading.get_ident()
 
     def record_hand_out(self, burst: Burst, fence_stream: Stream | None) -> None:
         """On the caller's thread: what the device has to reach before the burst may read and write.
@@ -67,13 +74,14 @@ class Submission:
                     self._submit_layers(burst, prepared, events)
         except BaseException as exc:
             self._fail(burst, events, exc)
-        finally:
-            burst.mark_submitted()
+        burst.mark_submitted()  # not in a `finally`: where `_fail` is interrupted the burst is to be abandoned
 
     def submit_inline(self, burst: Burst, fence_stream: Stream | None) -> None:
         """On the caller's thread: the same device calls, in the same order, as an engine that submits inline."""
         events = self._begin(burst)
-        assert events is not None, "nobody else has seen this burst"
+        if events is None:
+            return
+        self._inline_thread = threading.get_ident()
         try:
             prepared = self._backend.prepare(burst.queue.ops)
             burst.enter_enqueuing(prepared)
@@ -89,16 +97,25 @@ class Submission:
             if not isinstance(exc, Exception):  # Ctrl-C is the caller's; the burst has failed all the same
                 raise
         finally:
+            self._inline_thread = None
             burst.mark_submitted()
 
     def abandon(self, burst: Burst) -> None:
         """Fail a burst whose submission was interrupted at a point that nothing is known about."""
+        assert burst.events is not None, "a burst that has begun keeps its events until it ends"
         interrupted = RuntimeError("the data plane's thread was interrupted while it submitted the burst")
-        self._failures.burst_failed(burst, burst.plane_stage, burst.enqueued, interrupted)
+        self._fail(burst, burst.events, interrupted)
         burst.mark_submitted()
 
     def _begin(self, burst: Burst) -> EventSet | None:
-        events = self._event_sets.take()
+        try:
+            events = self._event_sets.take()
+        except BaseException as exc:
+            self._failures.burst_failed(burst, "queued", None, exc)
+            burst.mark_submitted()
+            if not isinstance(exc, Exception):
+                raise
+            return None
         if burst.begin(events):
             return events
         self._event_sets.give_back(events)
@@ -125,6 +142,8 @@ class Submission:
         for layer in range(burst.num_layers):
             if self.stopped:
                 raise SchedulerClosedError("the process is ending")
+            if burst.error is not None:  # the landing observer saw it fail: its waiters have been released
+                raise burst.error
             self._backend.enqueue_layer(prepared, layer)
             events.layers[layer].record(self._h2d_stream)
             burst.advance_enqueued(layer + 1)
@@ -141,10 +160,12 @@ class Submission:
         stage, layer = burst.plane_stage, None
         if stage == "enqueuing" and burst.enqueued < burst.num_layers:
             layer = burst.enqueued
-        with suppress(Exception):  # where the device is lost none of these works, and none is needed
+        try:
             for event in events.layers[burst.enqueued :]:
-                event.record(self._h2d_stream)
-        with suppress(Exception):
-            events.ack_finish.record(self._h2d_stream)
-            burst.finish_recorded = True
-        self._failures.burst_failed(burst, stage, layer, error)
+                with suppress(Exception):  # where the device is lost none of these works, and none is needed
+                    event.record(self._h2d_stream)
+            with suppress(Exception):
+                events.ack_finish.record(self._h2d_stream)
+                burst.finish_recorded = True
+        finally:
+            self._failures.burst_failed(burst, stage, layer, error)

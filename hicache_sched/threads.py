@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 from hicache_sched.burst import Burst
@@ -24,7 +23,12 @@ class Threads:
     @property
     def is_current(self) -> bool:
         """Whether the calling thread is one of them."""
-        return threading.get_ident() in (self.loop.ident, self.plane.ident, self.observer.ident)
+        return any(thread.is_current for thread in (self.loop, self.plane, self.observer))
+
+    @property
+    def ended(self) -> bool:
+        """Whether each has called `on_end`, or is about to; joining them then takes no time."""
+        return all(thread.ended for thread in (self.loop, self.plane, self.observer))
 
     def start(self) -> None:
         for thread in (self.loop, self.plane, self.observer):
@@ -46,7 +50,7 @@ class Threads:
         self.observer.abandon()
         self.stop()
 
-    def join(self, deadline: float | None) -> bool:
-        """Wait until all have ended; False if `deadline` (`time.monotonic` seconds) came first."""
-        joined = [thread.join(deadline) for thread in (self.plane, self.observer, self.loop)]
-        return all(joined)
+    def join(self, deadline: float | None = None) -> None:
+        """Wait until all have ended, or until `deadline` (`time.monotonic` seconds)."""
+        for thread in (self.plane, self.observer, self.loop):
+            thread.join(deadline)

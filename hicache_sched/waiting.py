@@ -12,6 +12,7 @@ to notice a landing, and observes the device itself between looks.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -37,7 +38,10 @@ class Waiter(Protocol):
 
     Attributes:
         name: who waits, for logs; empty for threads and jobs of ours.
+        forget: undoes its registration; set by whoever registers it, must accept a waiter that has gone.
     """
+
+    forget: Callable[[Waiter], None] | None
 
     @property
     def name(self) -> str: ...
@@ -50,6 +54,16 @@ Look = Callable[[Waiter | None], T | Pending]
 """Looks once; given None it must not register anybody."""
 
 
+def check_timeout(timeout: float | None) -> None:
+    """:raises TypeError, ValueError: it is no number of seconds. One below 0 is over, as a deadline may be."""
+    if timeout is None:
+        return
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout must be seconds, or None for no limit, not {timeout!r}")
+    if math.isnan(timeout):
+        raise ValueError("timeout must be seconds, or None for no limit, not nan")
+
+
 def wake_all(waiters: Iterable[Waiter]) -> None:
     for waiter in waiters:
         waiter.wake()
@@ -58,9 +72,10 @@ def wake_all(waiters: Iterable[Waiter]) -> None:
 class ThreadWaiter:
     """A thread that sleeps on a lock; one use."""
 
-    __slots__ = ("_gate", "name")
+    __slots__ = ("_gate", "forget", "name")
 
     def __init__(self, name: str | None = None) -> None:
+        self.forget: Callable[[Waiter], None] | None = None
         self.name = threading.current_thread().name if name is None else name
         self._gate = threading.Lock()
         self._gate.acquire()
@@ -77,9 +92,10 @@ class ThreadWaiter:
 class LoopWaiter:
     """A coroutine that awaits `future`; one use, made on its loop's thread."""
 
-    __slots__ = ("_loop", "future", "name")
+    __slots__ = ("_loop", "forget", "future", "name")
 
     def __init__(self, name: str | None = None) -> None:
+        self.forget: Callable[[Waiter], None] | None = None
         self._loop = asyncio.get_running_loop()
         self.future: asyncio.Future[None] = self._loop.create_future()
         if name is None:
@@ -130,6 +146,12 @@ class ForkGuard:
             )
 
 
+def _forget(waiter: Waiter) -> None:
+    """A waiter that goes away is woken no more, and nobody is told that it waits."""
+    if waiter.forget is not None:
+        waiter.forget(waiter)
+
+
 def _timed_out(timeout: float | None, what: str) -> TransferTimeoutError:
     return TransferTimeoutError(f"timed out after {timeout} s waiting for {what}; nothing is lost, call again")
 
@@ -137,10 +159,8 @@ def _timed_out(timeout: float | None, what: str) -> TransferTimeoutError:
 class NotifiedWaits:
     """Sleeps until somebody who changed the state says so."""
 
-    def __init__(self, guard: ForkGuard, forget: Callable[[Waiter], None]) -> None:
-        """:param forget: undoes the registration of a waiter that goes away; must accept one that has gone."""
+    def __init__(self, guard: ForkGuard) -> None:
         self._guard = guard
-        self._forget = forget
 
     def block(self, look: Look[T], timeout: float | None, what: str) -> T:
         self._guard.check()
@@ -161,7 +181,7 @@ class NotifiedWaits:
                 else:
                     raise _timed_out(timeout, what)
             finally:
-                self._forget(waiter)
+                _forget(waiter)
 
     async def wait(self, look: Look[T], timeout: float | None, what: str) -> T:
         self._guard.check()
@@ -178,7 +198,7 @@ class NotifiedWaits:
                             return found
                         await waiter.future
                     finally:
-                        self._forget(waiter)
+                        _forget(waiter)
         except TimeoutError as exc:
             if isinstance(exc, TransferTimeoutError):
                 raise

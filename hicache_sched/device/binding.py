@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache
@@ -104,3 +105,6 @@ def runs_inline(stream: Stream) -> bool:
 def default_runtime() -> Any:
     """`torch.cuda` where there is one, else the one emulated device of this process."""
     return torch.cuda if torch.cuda.is_available() else EmulatedDevice()
+
+
+os.register_at_fork(after_in_child=default_runtime.cache_clear)  # an emulated device does not survive a fork

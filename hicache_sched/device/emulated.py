@@ -262,8 +262,8 @@ class EmulatedDevice:
         self._gates: set[threading.Lock] = set()
         self._error: BaseException | None = None
         self._calls: list[DeviceCall] | None = None
-        self._pid = os.getpid()
         stop_at_exit(self)
+        _devices.add(self)
 
     # -- the runtime interface ------------------------------------------------------------------------------
 
@@ -352,11 +352,13 @@ class EmulatedDevice:
         """Copy tensors to fresh memory in order of the current stream, as one operation, and wait for it: what
         `Tensor.cpu` does on a device."""
         results = [torch.empty_like(tensor) for tensor in tensors]
+        # numpy, because torch would share a large copy among threads that other work keeps busy. Taken here, so that
+        # a tensor without memory raises here.
+        arrays = [(result.numpy(), tensor.numpy()) for result, tensor in zip(results, tensors, strict=True)]
 
         def move() -> None:
-            for result, tensor in zip(results, tensors, strict=True):
-                # numpy, because torch would share a large copy among threads that other work keeps busy.
-                np.copyto(result.numpy(), tensor.numpy())
+            for result, tensor in arrays:
+                np.copyto(result, tensor)
 
         stream = self.current_stream()
         self._enqueue(move, "d2h", 0.0, sum(tensor.nbytes for tensor in tensors))
@@ -454,8 +456,6 @@ class EmulatedDevice:
     def _check(self) -> None:
         if self._error is not None:
             raise self._error.with_traceback(None)
-        if os.getpid() != self._pid:
-            raise RuntimeError("an emulated device does not survive a fork: its engines run in the parent only")
 
     def _call(self, name: str, obj: object, stream: EmulatedStream) -> None:
         self._check()
@@ -476,6 +476,14 @@ class EmulatedDevice:
             engine.changed.notify_all()
         for stream in self._streams:
             stream._queue.clear()
+
+    def _stop_in_child(self) -> None:
+        """A forked child has copies of the locks, in whatever state they were, and none of the threads."""
+        self._lock = threading.Lock()
+        for engine in self._engines.values():
+            engine.changed = threading.Condition(self._lock)
+        with self._lock:
+            self._stop(RuntimeError("an emulated device does not survive a fork: its engines run in the parent only"))
 
     def _enqueue(self, work: Callable[[], Any], engine: EngineName, duration: float, nbytes: int) -> None:
         """Submit an operation to the current stream and, where that runs inline, do it. The lock is not held."""
@@ -519,6 +527,8 @@ class EmulatedDevice:
         finally:
             with self._lock:
                 self._complete(operation, finished)
+        with self._lock:
+            self._check()  # lost in the middle of it
 
     def _perform(self, operation: _Operation) -> float:
         """Do the work and let its duration pass; return its virtual completion time. The lock is not held.
@@ -639,3 +649,14 @@ class EmulatedDevice:
 
 def _nothing() -> None:
     return None
+
+
+_devices: weakref.WeakSet[EmulatedDevice] = weakref.WeakSet()
+
+
+def _stop_all_in_child() -> None:
+    for device in list(_devices):
+        device._stop_in_child()
+
+
+os.register_at_fork(after_in_child=_stop_all_in_child)

@@ -4,12 +4,13 @@ A model is three functions over hashable states. `moves(state)` gives each atomi
 an interleaving is one path through them, so visiting every reachable state covers every interleaving, without walking
 each of the paths. `broken(state)` names the invariant that a state breaks. `unfinished(state)` names what is
 still outstanding, and is asked only where no *owed* move is left: a move that an actor makes by itself sooner or later
-(as against a new call, a fault or a timeout, which may never come). What is outstanding there would hang.
+(as against a new call, a fault or a timeout, which may never come). What is outstanding there would hang. States are
+kept whole and compared, not only hashed: no two are taken for one.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -45,6 +46,8 @@ class Exploration:
 
     states: int
     moves: int
+    labels: frozenset[str]
+    """Each step that was taken somewhere."""
     exhaustive: bool
     violation: Violation | None
 
@@ -59,30 +62,56 @@ def explore(
     """Visit every state reachable from `initial`, or stop at the first violation or after `limit` states."""
     reached_by: dict[S, tuple[S, str] | None] = {initial: None}
     frontier = deque([initial])
+    labels: set[str] = set()
     taken = 0
 
-    def stop_at(state: S, invariant: Enum) -> Exploration:
-        return Exploration(len(reached_by), taken, False, Violation(invariant, _trace(reached_by, state)))
+    def result(exhaustive: bool, violation: Violation | None = None) -> Exploration:
+        return Exploration(len(reached_by), taken, frozenset(labels), exhaustive, violation)
 
     if (invariant := broken(initial)) is not None:
-        return stop_at(initial, invariant)
+        return result(False, Violation(invariant, ()))
     while frontier:
         state = frontier.popleft()
         owes = False
         for label, successor, owed in moves(state):
             taken += 1
-            owes = owes or owed
-            if successor in reached_by:
+            labels.add(label)
+            owes = owes or (owed and successor != state)
+            known = len(reached_by)
+            reached_by.setdefault(successor, (state, label))
+            if len(reached_by) == known:
                 continue
-            reached_by[successor] = (state, label)
             if (invariant := broken(successor)) is not None:
-                return stop_at(successor, invariant)
+                return result(False, Violation(invariant, _trace(reached_by, successor)))
             if len(reached_by) > limit:
-                return Exploration(len(reached_by), taken, False, None)
+                return result(False)
             frontier.append(successor)
         if not owes and (invariant := unfinished(state)) is not None:
-            return stop_at(state, invariant)
-    return Exploration(len(reached_by), taken, True, None)
+            return result(False, Violation(invariant, _trace(reached_by, state)))
+    return result(True)
+
+
+def goes_in_circles(initial: S, moves: Callable[[S], Iterable[Move[S]]]) -> bool:
+    """Whether owed moves alone can go on for ever: work that is always under way, and never done."""
+    successors: dict[S, list[S]] = {}
+    entries: Counter[S] = Counter()
+    reached = [initial]
+    while reached:
+        state = reached.pop()
+        if state in successors:
+            continue
+        taken = list(moves(state))
+        successors[state] = [move.state for move in taken if move.owed]
+        entries.update(successors[state])
+        reached += [move.state for move in taken]
+    outermost = [state for state in successors if not entries[state]]
+    while outermost:
+        state = outermost.pop()
+        for successor in successors.pop(state):
+            entries[successor] -= 1
+            if not entries[successor]:
+                outermost.append(successor)
+    return bool(successors)
 
 
 def _trace(reached_by: dict[S, tuple[S, str] | None], state: S) -> tuple[str, ...]:

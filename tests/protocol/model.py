@@ -1,37 +1,41 @@
 """The protocol of slots, watermarks, event sets and acks, as the scheduler keeps it, in small plain Python.
 
-Each actor is one method of `Protocol` that yields the steps that the actor could take now. A step is atomic: in the
-scheduler it is one critical section or one device call, and whoever waits looks again, at any time and in
-any order. An *owed* move is one that its actor makes by itself; the others are calls, faults, cancellations and
-timeouts, which may come or not. Each protection is a `Mechanism` that `Protocol(without=...)` takes out; each thing that must
-hold is an `Invariant`.
+Each actor is a method of `Protocol` that yields the steps that the actor could take now. A step is atomic: in the
+scheduler it is one critical section or one device call, and whoever waits looks again, at any time. An *owed* move is
+one that its actor makes by itself; the others are calls, faults, cancellations and timeouts, which may come or not.
+Each protection is a `Mechanism` that `Protocol(without=...)` takes out; what must hold is an `Invariant`.
 
 Modelled
-    engine      loads an op; hands out (claims at once, or waits, looks again, gives up when cancelled or timed out, when
-                a reset drops its ops, when the scheduler closes); a hand-out whose event records fail; inline after close
-    data plane  begins, submits a layer, says so (`enqueued`), records the finish event, leaves the burst; or drops a
-                cancelled burst; or fails before a layer, in the middle of a layer's copies, between a layer and saying
-                so, or before the finish event
+    engine      loads an op; hands out: claims at once, or waits and looks again until it claims, is cancelled, times
+                out, finds its ops dropped by a reset or the scheduler closing; hands out while event records fail;
+                works inline after close
+    data plane  begins a burst, submits a layer, says so (`enqueued`), records the finish event, leaves the burst; or
+                drops a cancelled burst; or fails before a layer, in the middle of a layer's copies, between a layer
+                and saying so, or before the finish event
     device      the h2d stream: copies and event records, first in first out. An event knows its latest record only; a
-                wait captures that record; a never-recorded event is complete and waiting on it does nothing
+                wait captures that record; a never-recorded event is complete, and waiting on it does nothing
     observer    lands layers, publishes acks, gives event sets back to the pool
     handle      `cancel`; `wait_layer` in its single steps, through current and through old handles
     reset       drains, drops, restarts the rotation; or times out
     close       drains and closes; or times out, and may be tried again
 
-Not modelled, because no step of the protocol depends on it: bytes, index move, start and fence events (each orders the h2d stream
-behind something that the protocol never waits for), futures, callbacks and logs (they follow the watermarks and the
-ack), `pop_acks` (it only takes away what was published), wake-ups (a wake-up is a hint: here every waiter may look at
-any time, so the model says nothing about a forgotten wake-up), a lost device.
+Not modelled
+    Bytes, the index move, start and fence events: they order a burst's copies behind work that is none of ours.
+    Futures, callbacks, logs, `pop_acks`: they follow the watermarks and the acks and change neither.
+    Wake-ups: a wake-up is a hint. Here whoever waits may look at any time, so a wake-up that is missing goes unseen.
+    Device calls that fail while a failure is being recorded; a lost device; threads that die.
 
-What keeps the state space small, without losing an interleaving that matters:
-    - A layer's copies and its event record are one step of the data plane and one item of the stream. They are adjacent
-      in one first-in-first-out stream, and nothing reads the copies but through the event.
+What keeps the state space small, and why no interleaving that matters is lost
+    - A layer's copies and its event record are one step and one item of the stream. They are adjacent in a
+      first-in-first-out stream with one submitter, and nobody learns of the copies but through the event.
+    - A failure's records are one item, too, with the copies of a layer cut short in front of them: nobody waits for
+      the layers' own records then, and copies that are still pending are what the invariants are hardest on.
+    - A waiter lets go in the step in which its stream captured the record: holding longer only delays a give-back.
     - A stream that waits for a record passes in the very step that completes it: passing changes nothing shared.
-    - Waiters are interchangeable and kept sorted; event sets are numbered by who has them.
-    - What nobody can read any more is forgotten: where an ended burst had got to, whose record it is on an event set in
-      the pool, what a returned waiter waited for.
-    - Whether a set is held is read off the waiters instead of being counted a second time.
+    - Waiters are interchangeable and kept sorted.
+    - What nobody can read any more is forgotten: how far an ended burst had got, what a returned waiter waited for,
+      and an event set in the pool, which is as good as a new one once no burst refers to it.
+    - Whether a waiter holds a set is read off the waiters instead of being counted a second time.
 """
 
 from __future__ import annotations
@@ -55,10 +59,10 @@ class Invariant(Enum):
     FIFO_ACKS = "each burst ends with exactly one ack, in hand-out order"
     SLOT_SAFETY = "a slot is handed out only when the data plane and the device are done with its previous burst"
     ONE_NAME = "a slot and a generation name one burst for ever"
-    REAL_WAIT = "a waiter returns ordered behind its layer's copies, if the layer was submitted or still may be"
+    REAL_WAIT = "a waiter that returns is behind its layer's copies, or they will never be submitted"
     NO_STALE_WAIT = "a wait is never captured on an event that a later burst recorded"
     LANDED_IN_ORDER = "an ended burst has landed what it enqueued"
-    OWN_EVENTS = "a burst that the data plane has left has recorded every event of its event set"
+    OWN_EVENTS = "a burst that the data plane has left has recorded every layer's event itself"
     ACK_AFTER_COPIES = "an ack is published only after the copies that were submitted have landed"
     STALE_ACK_IS_EMPTY = "the ack of a failed or cancelled burst has 0 tokens"
     CANCEL_IS_CLEAN = "a cancelled burst submits nothing"
@@ -193,6 +197,7 @@ class State(NamedTuple):
     epoch: int = 0
     resetting: bool = False
     life: Life = "running"
+    reset_waits: bool = False
     close_waits: bool = False
 
     # What only the invariants look at.
@@ -218,7 +223,8 @@ class Scenario:
     num_slots: int
     loads: int = 4
     ops_ahead: int = 4
-    """How many ops may be queued at a time; 1 where merging is another scenario's matter."""
+    """How many ops may be queued at a time. With 0 a hand-out brings its own op, in one step: only the engine and a
+    reset ever look at the queued ops, so without resets nobody can tell."""
     num_layers: int = 2
     waits: tuple[tuple[int, int], ...] = ()
     """(burst, layer) pairs; each waiter picks any of them, at any time from the hand-out on."""
@@ -274,7 +280,8 @@ class Protocol:
         if self.scenario.cancels:
             yield from self.handle_cancels(s)
         for number, waiter in enumerate(s.waiters):
-            yield from self.wait_layer(s, number, waiter)
+            if waiter not in s.waiters[:number]:  # two that are alike make the same moves
+                yield from self.wait_layer(s, number, waiter)
         yield from self.reset(s)
         yield from self.close(s)
 
@@ -291,8 +298,9 @@ class Protocol:
         if s.life == "closing" and self.keeps(Mechanism.NO_INLINE_WHILE_CLOSING):
             return
         if s.loads_left and s.ops < self.scenario.ops_ahead:
-            loaded = s._replace(ops=s.ops + 1, loads=s.loads + 1, loads_left=s.loads_left - 1)
-            yield self.step("engine: loads an op", loaded, owed=False)
+            yield self.step("engine: loads an op", self.loaded(s), owed=False)
+        if s.loads_left and not s.ops and not self.scenario.ops_ahead:
+            s = self.loaded(s)
         if s.ops:
             hand_out = HandOut(s.epoch)
             if not self.keeps(Mechanism.CLAIM_AFTER_WAIT):
@@ -315,8 +323,10 @@ class Protocol:
         if self.scenario.hand_out_leaves:
             yield self.step("hand-out: is cancelled or times out", gone, owed=False)
         if s.loads_left and s.ops < self.scenario.ops_ahead and s.life != "closing":
-            joined = s._replace(ops=s.ops + 1, loads=s.loads + 1, loads_left=s.loads_left - 1)
-            yield self.step("engine: loads an op that joins", joined, owed=False)
+            yield self.step("engine: loads an op that joins", self.loaded(s), owed=False)
+
+    def loaded(self, s: State) -> State:
+        return s._replace(ops=s.ops + 1, loads=s.loads + 1, loads_left=s.loads_left - 1)
 
     def may_claim(self, s: State) -> bool:
         if s.resetting and self.keeps(Mechanism.HAND_OUT_LOOKS_AT_RESETTING):
@@ -362,7 +372,7 @@ class Protocol:
                 yield self.step(f"{label} and fails inline, {layers} layers submitted", failed, owed=False)
 
     def claimed_but_failed(self, s: State, b: int) -> State:
-        """The burst never reaches the data plane: it goes straight to the landing observer, which acks it in its turn."""
+        """The burst goes straight to the landing observer, which acks it in its turn; the data plane never sees it."""
         if not self.keeps(Mechanism.FAILED_HAND_OUT_IS_ACKED):
             s = s._replace(in_flight=s.in_flight[:-1])
         return s._replace(bursts=put(s.bursts, b, s.bursts[b]._replace(failed=True, submitted=True)))
@@ -477,7 +487,7 @@ class Protocol:
         queue = tuple(queued for queued in s.queue if queued != b)
         s = self.says_submitted(s, b)._replace(queue=queue)
         event_set = s.bursts[b].event_set
-        if event_set is not None and any(record != b for record in s.event_sets[event_set]):
+        if event_set is not None and any(record != b for record in s.event_sets[event_set][: self.num_layers]):
             s = s._replace(broken=s.broken or Invariant.OWN_EVENTS)
         return s
 
@@ -490,14 +500,15 @@ class Protocol:
     def pushed(self, s: State, item: Item) -> State:
         """Puts an item on the h2d stream."""
         previous = s.last_on_stream
-        broken = s.broken
         if s.bursts[item.burst].cancelled:
             broken = Invariant.CANCEL_IS_CLEAN
-        elif item.burst != previous and not s.bursts[previous].submitted:
+        elif item.burst != previous and s.bursts[previous].begun and not s.bursts[previous].submitted:
             broken = Invariant.NO_INTERLEAVING
-        elif item.burst < previous or any(waiting < item.burst for waiting in s.queue):
+        elif item.burst < previous or any(queued < item.burst for queued in s.queue):
             broken = Invariant.FIFO_ENQUEUE
-        return s._replace(stream=(*s.stream, item), last_on_stream=item.burst, broken=broken)
+        else:
+            broken = None
+        return s._replace(stream=(*s.stream, item), last_on_stream=item.burst, broken=s.broken or broken)
 
     # ---- device --------------------------------------------------------------------------------------------------
 
@@ -647,20 +658,22 @@ class Protocol:
     # ---- reset and close -----------------------------------------------------------------------------------------
 
     def reset(self, s: State) -> Iterator[Move[State]]:
-        if not s.resetting:
+        """Lets nothing more be handed out, drains, then drops what is queued; a timeout changes nothing else."""
+        if not s.reset_waits:
             if s.resets_left:
-                begun = s._replace(resetting=True, resets_left=s.resets_left - 1)
+                begun = s._replace(resetting=True, reset_waits=True, resets_left=s.resets_left - 1)
                 yield self.step("reset: begins", begun, owed=False)
             return
         if not s.in_flight or not self.keeps(Mechanism.RESET_DRAINS):
             yield self.step("reset: returns", self.reset_done(s))
-        let_go = self.keeps(Mechanism.RESET_TIMEOUT_LETS_GO)
-        yield self.step("reset: times out", s._replace(resetting=not let_go), owed=False)
+        timed_out = s._replace(resetting=not self.keeps(Mechanism.RESET_TIMEOUT_LETS_GO), reset_waits=False)
+        yield self.step("reset: times out", timed_out, owed=False)
 
     def reset_done(self, s: State) -> State:
         generations = s.generations if self.keeps(Mechanism.RESET_KEEPS_GENERATIONS) else (0,) * len(s.slots)
         return s._replace(
             resetting=False,
+            reset_waits=False,
             epoch=s.epoch + 1,
             ops=0,
             dropped=s.dropped + s.ops,
@@ -692,27 +705,27 @@ class Protocol:
             if burst.ended and not burst.forgotten and all(waiter.burst != b for waiter in s.waiters):
                 over = Burst(burst.slot, burst.generation, submitted=True, ended=True, forgotten=True)
                 s = s._replace(bursts=put(s.bursts, b, over))
-        if s.event_sets:
-            s = self.with_event_sets_numbered(s)
+        if s.pool:
+            s = self.without_spare_event_sets(s)
         if len(s.waiters) > 1:
             s = s._replace(waiters=tuple(sorted(s.waiters)))
         return s
 
-    def with_event_sets_numbered(self, s: State) -> State:
-        """Numbers event sets by their bursts; one in the pool that no burst refers to is as good as a new one."""
-        owned = [burst.event_set for burst in s.bursts if burst.event_set is not None]
-        spare = [e for e in s.pool if e not in owned and all(_completed(s, *record) for record in _records(s, e))]
-        kept = list(dict.fromkeys([*owned, *(e for e in range(len(s.event_sets)) if e not in spare)]))
-        if kept == list(range(len(s.event_sets))):
+    def without_spare_event_sets(self, s: State) -> State:
+        """A set in the pool whose records are all complete and that no burst refers to is as good as a new one."""
+        owned = {burst.event_set for burst in s.bursts}
+        spare = {e for e in s.pool if e not in owned and all(_completed(s, *record) for record in _records(s, e))}
+        if not spare:
             return s
+        kept = [event_set for event_set in range(len(s.event_sets)) if event_set not in spare]
         number = {event_set: place for place, event_set in enumerate(kept)}
-        bursts = (
+        bursts = [
             burst if burst.event_set is None else burst._replace(event_set=number[burst.event_set])
             for burst in s.bursts
-        )
+        ]
         return s._replace(
             event_sets=tuple(s.event_sets[event_set] for event_set in kept),
-            pool=tuple(sorted(number[event_set] for event_set in s.pool if event_set in number)),
+            pool=tuple(number[event_set] for event_set in s.pool if event_set not in spare),
             bursts=tuple(bursts),
         )
 
@@ -731,7 +744,7 @@ def broken(s: State) -> Invariant | None:
 def unfinished(s: State) -> Invariant | None:
     """What is outstanding where no actor has a step left that it would take by itself."""
     waits = any(waiter.step not in ("absent", "returned") for waiter in s.waiters)
-    if waits or s.hand_out is not None or s.resetting or s.close_waits:
+    if waits or s.hand_out is not None or s.reset_waits or s.close_waits:
         return Invariant.NOTHING_HANGS
     if s.acked != len(s.bursts) or not all(burst.ended for burst in s.bursts):
         return Invariant.NOTHING_HANGS

@@ -51,7 +51,7 @@ async def test_cancelling_a_wait_leaves_the_transfer_and_other_waiters_alone(
     ack = await handle
     assert ack.status is AckStatus.OK
     assert scheduler.pop_acks() == [ack]
-    assert handle._burst._waiters == {}, "nobody is left registered"
+    assert handle._burst.waiter_names() == [], "nobody is left registered"
 
 
 async def test_cancelling_a_hand_out_that_waits_leaves_its_ops_and_the_slot(

@@ -1,0 +1,460 @@
+"""A thread of ours that is killed, and a loop that is stopped, are failures like any other: the work goes on.
+
+A thread is killed as a debugger or a watchdog does it, by an exception that the interpreter raises in it at its next
+instruction, or by one raised at a chosen step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+
+from hicache_sched import AckStatus, LoadAck, LoadFailedError, LoadHandle, TransferScheduler
+from hicache_sched.burst import Burst
+from hicache_sched.delivery import Delivery
+from hicache_sched.device import EmulatedDevice
+from hicache_sched.event_set import EventSetPool
+from hicache_sched.failure import FailureDesk
+from hicache_sched.job import Jobs
+from hicache_sched.landing import BurstEnd
+from hicache_sched.protocol import TransferProtocol
+from hicache_sched.submission import Submission
+from hicache_sched.waiting import LoopWaiter, ThreadWaiter
+from tests.builders import LaunchingBackend, MakeScheduler, hand_out, load_op
+from tests.scheduler.crowd import WAIT, Loops, errors_of, eventually, in_thread, parked_crowd
+
+NUM_LAYERS = 4
+WORKER, OBSERVER, LOOP = "hicache-sched-worker", "hicache-sched-observer", "hicache-sched"
+SHORT = 0.01
+"""A stall interval, in seconds, for tests of what is logged again and again."""
+
+each_thread = pytest.mark.parametrize("name", [WORKER, OBSERVER, LOOP])
+
+
+def thread_named(name: str) -> threading.Thread:
+    """The newest thread of that name: one that an earlier test left behind must not fail this one."""
+    return [thread for thread in threading.enumerate() if thread.name == name][-1]
+
+
+def kill(name: str, error: type[BaseException] = SystemExit) -> None:
+    """Raise `error` in that thread as soon as it runs Python code."""
+    ident = thread_named(name).ident
+    assert ident is not None
+    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(error)) == 1
+
+
+@dataclass
+class Setup:
+    """A scheduler on one kind of loop, and what its `on_ack` was told.
+
+    Attributes:
+        on_ack: what `on_ack` does besides.
+    """
+
+    device: EmulatedDevice
+    backend: LaunchingBackend
+    scheduler: TransferScheduler
+    acks: list[Any] = field(default_factory=list)
+    on_ack: Callable[[Any], object] = lambda ack: None
+
+    def assert_served(self, *statuses: AckStatus) -> None:
+        """The next burst is served, and there has been one ack of each, in order, by either way."""
+        assert hand_out(self.scheduler, 99).result(WAIT).status is AckStatus.OK
+        for name in (WORKER, OBSERVER, LOOP):
+            assert thread_named(name).is_alive()
+        self.scheduler.close(WAIT)
+        acks = self.scheduler.pop_acks()
+        assert [ack.burst_id for ack in acks] == list(range(1, len(statuses) + 2))
+        assert [ack.status for ack in acks] == [*statuses, AckStatus.OK]
+        assert self.acks == acks
+
+    def on_the_loop(self, fn: Callable[[], object]) -> None:
+        """Have the loop thread call `fn`."""
+        threads = self.scheduler._threads
+        assert threads is not None
+        threads.loop.call(fn)
+
+
+@pytest.fixture(params=["uvloop", "asyncio"])
+def event_loop(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def make_setup(device: EmulatedDevice, make_scheduler: MakeScheduler, event_loop: str) -> Callable[..., Setup]:
+    setup: Setup
+
+    def acknowledge(ack: LoadAck) -> None:
+        setup.acks.append(ack)
+        setup.on_ack(ack)
+
+    def make(**config: Any) -> Setup:
+        nonlocal setup
+        backend = LaunchingBackend(device)
+        scheduler = make_scheduler(backend, on_ack=acknowledge, event_loop=event_loop, **config)
+        setup = Setup(device, backend, scheduler)
+        return setup
+
+    return make
+
+
+@pytest.fixture
+def setup(make_setup: Callable[..., Setup]) -> Setup:
+    return make_setup(stall_log_interval=float("inf"))
+
+
+@pytest.fixture
+def loops() -> Iterator[Loops]:
+    both = Loops()
+    yield both
+    both.close()
+
+
+def deaths(logs: list[Any]) -> list[str]:
+    """Names of the threads of which a death was logged."""
+    return [entry["thread"] for entry in logs if entry["event"] == "thread_failed"]
+
+
+# -- killed where it is -----------------------------------------------------------------------------------------------
+
+
+@each_thread
+def test_a_parked_thread_that_is_killed_serves_the_next_burst(setup: Setup, name: str, logs: list[Any]) -> None:
+    kill(name)
+    setup.assert_served()
+    assert deaths(logs) == [name]
+    assert isinstance(setup.scheduler.last_error, SystemExit)
+
+
+def test_a_worker_killed_in_prepare_fails_that_burst_only(setup: Setup, loops: Loops) -> None:
+    setup.backend.gate.clear()
+    killed, queued = hand_out(setup.scheduler, 1), hand_out(setup.scheduler, 2)
+    crowd = parked_crowd(killed, setup.device, loops)
+    kill(WORKER)
+    setup.backend.gate.set()
+    for error in errors_of(crowd.ends):
+        assert isinstance(error, LoadFailedError)
+        assert isinstance(error.cause, SystemExit)
+    assert errors_of([waiter for waiters in crowd.waits.values() for waiter in waiters]) == [None] * 2 * NUM_LAYERS
+    assert queued.result(WAIT).status is AckStatus.OK
+    setup.assert_served(AckStatus.FAILED, AckStatus.OK)
+
+
+def test_a_worker_killed_in_a_layer_lands_the_layers_before_it(setup: Setup) -> None:
+    entered = setup.backend.hold_layer(2)
+    setup.device.hold("h2d")
+    handle = hand_out(setup.scheduler, 1)
+    assert entered.wait(WAIT)
+    kill(WORKER)
+    setup.backend.release()
+    handle.wait_layer(3, WAIT)
+    assert handle.stale
+    setup.device.step("h2d", 1)
+    assert not handle.done()
+    setup.device.resume("h2d")
+    with pytest.raises(LoadFailedError) as failure:
+        handle.result(WAIT)
+    assert failure.value.layer == 2
+    assert [handle.layer_landed(layer) for layer in range(NUM_LAYERS)] == [True, True, False, False]
+    setup.assert_served(AckStatus.FAILED)
+
+
+def test_an_observer_killed_while_it_waits_for_a_layer_goes_on_waiting(setup: Setup, loops: Loops) -> None:
+    setup.device.hold("h2d")
+    setup.backend.gate.clear()
+    handle = hand_out(setup.scheduler, 1)
+    crowd = parked_crowd(handle, setup.device, loops)
+    setup.backend.gate.set()
+    setup.device.step("h2d", 1)
+    handle.wait_layer(0, WAIT)
+    kill(OBSERVER)
+    setup.device.resume("h2d")
+    assert errors_of(crowd.everybody) == [None] * len(crowd.everybody)
+    setup.assert_served(AckStatus.OK)
+
+
+def test_an_observer_killed_while_the_burst_is_prepared_goes_on_waiting(setup: Setup, loops: Loops) -> None:
+    setup.backend.gate.clear()
+    handle = hand_out(setup.scheduler, 1)
+    crowd = parked_crowd(handle, setup.device, loops)
+    kill(OBSERVER)
+    setup.backend.gate.set()
+    assert errors_of(crowd.everybody) == [None] * len(crowd.everybody)
+    setup.assert_served(AckStatus.OK)
+
+
+def test_an_observer_killed_in_finish_fails_the_burst(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def finish(prepared: Any) -> None:
+        inside.set()
+        go_on.wait(WAIT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(setup.backend, "finish", finish)
+        handle = hand_out(setup.scheduler, 1)
+        assert inside.wait(WAIT)
+        kill(OBSERVER)
+        go_on.set()
+        with pytest.raises(LoadFailedError):
+            handle.result(WAIT)
+    setup.assert_served(AckStatus.FAILED)
+
+
+def test_a_loop_killed_while_a_burst_is_under_way_delivers_it(setup: Setup, logs: list[Any]) -> None:
+    setup.device.hold("h2d")
+    handles = [hand_out(setup.scheduler, node) for node in (1, 2)]
+    done = threading.Event()
+    handles[1].add_done_callback(lambda handle: done.set())
+    kill(LOOP)
+    setup.device.resume("h2d")
+    assert done.wait(WAIT), "although no stall timer looks again"
+    setup.assert_served(AckStatus.OK, AckStatus.OK)
+    assert deaths(logs) == [LOOP]
+
+
+def test_a_loop_killed_in_on_ack_calls_it_once(setup: Setup) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def on_ack(ack: Any) -> None:
+        inside.set()
+        go_on.wait(WAIT)
+
+    setup.on_ack = on_ack
+    handle = hand_out(setup.scheduler, 1)
+    assert inside.wait(WAIT)
+    assert handle.result(WAIT).status is AckStatus.OK, "the loop is not in the way of the landing"
+    kill(LOOP)
+    go_on.set()
+    setup.assert_served(AckStatus.OK)
+
+
+@each_thread
+def test_a_thread_killed_again_and_again_serves_every_burst(setup: Setup, name: str) -> None:
+    setup.device.hold("h2d")
+    for number in range(5):
+        handle = hand_out(setup.scheduler, number)
+        eventually(lambda handle=handle: handle.layer_enqueued(NUM_LAYERS - 1))  # type: ignore[misc]
+        kill(name)
+        setup.device.step("h2d", NUM_LAYERS)
+        assert handle.result(WAIT).status is AckStatus.OK
+        eventually(lambda number=number: len(setup.acks) == number + 1)  # type: ignore[misc]
+    setup.device.resume("h2d")
+    setup.assert_served(*[AckStatus.OK] * 5)
+
+
+# -- a loop that is stopped -------------------------------------------------------------------------------------------
+
+
+def test_an_on_ack_that_stops_the_loop_is_called_once_per_burst(setup: Setup, logs: list[Any]) -> None:
+    setup.on_ack = lambda ack: asyncio.get_running_loop().stop()
+    handles = [hand_out(setup.scheduler, node) for node in (1, 2, 3)]
+    assert [handle.result(WAIT).status for handle in handles] == [AckStatus.OK] * 3
+    setup.assert_served(*[AckStatus.OK] * 3)
+    assert LOOP in deaths(logs)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_a_callback_that_raises_through_the_loop_does_not_end_it(
+    setup: Setup, error: type[BaseException], logs: list[Any]
+) -> None:
+    def raise_error() -> None:
+        raise error
+
+    setup.device.hold("h2d")
+    handle = hand_out(setup.scheduler, 1)
+    setup.on_the_loop(raise_error)
+    eventually(lambda: deaths(logs) == [LOOP])
+    assert isinstance(setup.scheduler.last_error, error)
+    setup.device.resume("h2d")
+    assert handle.result(WAIT).status is AckStatus.OK
+    setup.assert_served(AckStatus.OK)
+
+
+def cancel_all_tasks() -> None:
+    for task in asyncio.all_tasks():
+        task.cancel()
+
+
+def test_a_job_that_somebody_cancels_is_taken_up_again(setup: Setup) -> None:
+    setup.device.hold("h2d")
+    done = threading.Event()
+    hand_out(setup.scheduler, 1).add_done_callback(lambda handle: done.set())
+    cancelled = threading.Event()
+
+    def cancel() -> None:
+        cancel_all_tasks()
+        asyncio.get_running_loop().call_later(SHORT, cancelled.set)  # some turns of the loop later
+
+    setup.on_the_loop(cancel)
+    assert cancelled.wait(WAIT)
+    setup.device.resume("h2d")
+    assert done.wait(WAIT)
+    setup.assert_served(AckStatus.OK)
+
+
+def kill_it(setup: Setup) -> None:
+    kill(LOOP)
+    setup.on_the_loop(lambda: None)
+
+
+def stop_it(setup: Setup) -> None:
+    setup.on_the_loop(lambda: asyncio.get_running_loop().stop())
+
+
+def cancel_its_tasks(setup: Setup) -> None:
+    setup.on_the_loop(cancel_all_tasks)
+
+
+@pytest.mark.parametrize("interrupt", [kill_it, stop_it, cancel_its_tasks])
+def test_stalls_are_logged_after_the_loop_was_interrupted(
+    make_setup: Callable[..., Setup], interrupt: Callable[[Setup], None], logs: list[Any]
+) -> None:
+    setup = make_setup(stall_log_interval=SHORT)
+
+    def stalls() -> int:
+        return [entry["event"] for entry in logs].count("layer_stalled")
+
+    setup.device.hold("h2d")
+    handle = hand_out(setup.scheduler, 1)
+    eventually(lambda: stalls() >= 1)
+    interrupt(setup)
+    interrupted = threading.Event()
+    setup.on_the_loop(interrupted.set)
+    assert interrupted.wait(WAIT)
+    before = stalls()
+    eventually(lambda: stalls() >= before + 2)
+    setup.device.resume("h2d")
+    assert handle.result(WAIT).status is AckStatus.OK
+    eventually(lambda: "layer_recovered" in [entry["event"] for entry in logs])
+    setup.assert_served(AckStatus.OK)
+
+
+@pytest.mark.parametrize("interrupt", [kill_it, stop_it, cancel_its_tasks])
+def test_a_waiting_hand_out_does_not_mind_the_loop(setup: Setup, interrupt: Callable[[Setup], None]) -> None:
+    setup.device.hold("h2d")
+    for node in (1, 2, 3):
+        hand_out(setup.scheduler, node)
+    setup.scheduler.load(load_op(4))
+    waiting = in_thread(lambda: setup.scheduler.start_loading_sync(WAIT))
+    eventually(lambda: setup.scheduler._protocol._waiters != set())
+    interrupt(setup)
+    setup.device.resume("h2d")
+    handle = waiting.result(WAIT)
+    assert handle.result(WAIT).status is AckStatus.OK
+    setup.assert_served(*[AckStatus.OK] * 4)
+
+
+# -- at a step --------------------------------------------------------------------------------------------------------
+
+
+Where = Literal["before", "after"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that a thread is interrupted at; `once` if it comes to that once only."""
+
+    thread: str
+    owner: type
+    method: str
+    once: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.thread.removeprefix('hicache-sched') or '-loop'} {self.owner.__name__}.{self.method}"[1:]
+
+    def interrupt(self, patch: pytest.MonkeyPatch, where: Where, nth: int) -> threading.Event:
+        """Raise SystemExit there, once, at its `nth` time; gives the event that is set when it is raised."""
+        original = getattr(self.owner, self.method)
+        raised = threading.Event()
+        countdown = [nth]
+
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            here = threading.current_thread().name == self.thread and not raised.is_set()
+            if here:
+                countdown[0] -= 1
+            die = here and countdown[0] == 0
+            if die and where == "before":
+                raised.set()
+                raise SystemExit(str(self))
+            result = original(*args, **kwargs)
+            if die:
+                raised.set()
+                raise SystemExit(str(self))
+            return result
+
+        patch.setattr(self.owner, self.method, interrupted)
+        return raised
+
+
+STEPS = [
+    Step(WORKER, Submission, "submit"),
+    Step(WORKER, Submission, "_begin"),
+    Step(WORKER, Submission, "_fail", once=True),
+    Step(WORKER, EventSetPool, "take"),
+    Step(WORKER, Burst, "begin"),
+    Step(WORKER, Burst, "enter_enqueuing"),
+    Step(WORKER, Burst, "advance_enqueued"),
+    Step(WORKER, Burst, "fail", once=True),
+    Step(WORKER, Burst, "mark_submitted"),
+    Step(WORKER, FailureDesk, "burst_failed", once=True),
+    Step(WORKER, ThreadWaiter, "wake"),
+    Step(WORKER, LoopWaiter, "wake"),
+    Step(OBSERVER, Burst, "look_submitted"),
+    Step(OBSERVER, Burst, "advance_landed"),
+    Step(OBSERVER, Burst, "end"),
+    Step(OBSERVER, BurstEnd, "end"),
+    Step(OBSERVER, TransferProtocol, "oldest_in_flight"),
+    Step(OBSERVER, TransferProtocol, "publish"),
+    Step(OBSERVER, ThreadWaiter, "wake"),
+    Step(OBSERVER, LoopWaiter, "wake"),
+    Step(LOOP, Jobs, "begin"),
+    Step(LOOP, Burst, "register_for"),
+    Step(LOOP, Burst, "forget"),
+    Step(LOOP, Delivery, "run"),
+    Step(LOOP, Delivery, "_deliver"),
+    Step(LOOP, TransferProtocol, "next_undelivered"),
+    Step(LOOP, TransferProtocol, "delivered"),
+    Step(LOOP, LoopWaiter, "_resolve"),
+]
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize(
+    ("step", "nth"),
+    [pytest.param(step, nth, id=f"{step} {nth}") for step in STEPS for nth in ((1,) if step.once else (1, 2))],
+)
+def test_a_thread_interrupted_at_a_step_loses_nothing(
+    setup: Setup, loops: Loops, monkeypatch: pytest.MonkeyPatch, step: Step, where: Where, nth: int
+) -> None:
+    backend, scheduler = setup.backend, setup.scheduler
+    with monkeypatch.context() as patch:
+        backend.gate.clear()
+        handles: list[LoadHandle] = [hand_out(scheduler, 1)]
+        assert backend.preparing.wait(WAIT)
+        raised = step.interrupt(patch, where, nth)
+        backend.failures[1] = RuntimeError("layer 1 of the first burst")
+        crowds = [parked_crowd(handles[0], setup.device, loops)]
+        handles += [hand_out(scheduler, node) for node in (2, 3)]
+        crowds += [parked_crowd(handle, setup.device, loops) for handle in handles[1:]]
+        done = [threading.Event() for _ in handles]
+        for handle, event in zip(handles, done, strict=True):
+            handle.add_done_callback(lambda handle, event=event: event.set())  # type: ignore[misc]
+        backend.gate.set()
+        for crowd in crowds:
+            errors_of(crowd.everybody)  # each is released
+        assert all(event.wait(WAIT) for event in done)
+        assert raised.wait(WAIT)
+    statuses = [AckStatus.FAILED if handle.stale else AckStatus.OK for handle in handles]
+    assert statuses.count(AckStatus.FAILED) <= (2 if step.thread == WORKER else 1)
+    for handle, status in zip(handles, statuses, strict=True):
+        copied = [layer for node, layer in backend.copied() if node == handle.node_ids[0]]
+        assert status is AckStatus.FAILED or copied == list(range(NUM_LAYERS)), "ok means that all of it was copied"
+    setup.assert_served(*statuses)
