@@ -29,23 +29,33 @@ class WakeUps:
         self._others = set(threading.enumerate())
 
     def so_far(self) -> dict[str, int]:
-        counts = {}
-        for thread in set(threading.enumerate()) - self._others:
-            status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
-            (count,) = [line.split()[1] for line in status.splitlines() if line.startswith("voluntary_ctxt_switches")]
-            counts[f"{thread.name} ({thread.native_id})"] = int(count)
-        return counts
+        return {name: int(status["voluntary_ctxt_switches"]) for name, status in self._statuses().items()}
 
     def within(self, seconds: float) -> dict[str, int]:
         """Which of them woke up how often, from when all had come to rest."""
-        for _ in range(100):
-            before = self.so_far()
-            time.sleep(0.05)
-            if self.so_far() == before:
-                break
-        before = self.so_far()
+        before = self._at_rest()
         time.sleep(seconds)
         return {name: count - before[name] for name, count in self.so_far().items() if count != before[name]}
+
+    def _at_rest(self) -> dict[str, int]:
+        """The counts once every thread sleeps and goes on sleeping; on a busy machine one may be ready for long
+        before it runs."""
+        deadline = time.monotonic() + 10
+        while True:
+            before = self.so_far()
+            time.sleep(0.05)
+            asleep = all(status["State"].startswith("S") for status in self._statuses().values())
+            if (asleep and self.so_far() == before) or time.monotonic() > deadline:
+                return before
+
+    def _statuses(self) -> dict[str, dict[str, str]]:
+        """What the kernel says of each thread, by its name and id."""
+        statuses = {}
+        for thread in set(threading.enumerate()) - self._others:
+            lines = Path(f"/proc/self/task/{thread.native_id}/status").read_text().splitlines()
+            pairs = (line.partition(":") for line in lines)
+            statuses[f"{thread.name} ({thread.native_id})"] = {key: value.strip() for key, _, value in pairs}
+        return statuses
 
 
 def fresh(scheduler: TransferScheduler, backend: LaunchingBackend, device: EmulatedDevice) -> None:
