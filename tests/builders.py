@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -149,3 +151,20 @@ def hand_out(scheduler: TransferScheduler, *node_ids: int, num_tokens: int = 4) 
     handle = scheduler.start_loading_sync(timeout=30)
     assert handle is not None
     return handle
+
+
+def running_functions(thread_ident: int) -> list[str]:
+    """Names of the functions that a thread is in, the innermost first; empty once it has ended.
+
+    A garbage collection inside `sys._current_frames` deadlocks CPython 3.11 (gh-106883), so there is none meanwhile.
+    """
+    gc.disable()
+    try:
+        frame = sys._current_frames().get(thread_ident)
+    finally:
+        gc.enable()
+    names = []
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names

@@ -3,7 +3,7 @@
 Streams are FIFO queues; work of different streams is concurrent; each engine (compute, h2d, d2h) does one
 operation at a time. Nothing runs on a stream of its own thread: whoever completes something moves every stream
 that was waiting for it, and a stream whose head is an operation hands it to its engine. An engine has one thread,
-started with its first operation and parked while there is none.
+parked while there is nothing for it to do.
 
 What is emulated and what is not: the ordering rules are CUDA's (the conformance suite states them and runs
 against both), bytes really move, durations and bandwidths are stand-ins. Memory has one address space, so a host
@@ -18,6 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Any, Final, Literal, Self, TypeVar
 
 import numpy as np
@@ -76,13 +77,19 @@ _ItemT = TypeVar("_ItemT", _Record, _Wait, _Operation)
 
 
 class _Engine:
-    """State of one engine; all of it is guarded by the device's lock."""
+    """State of one engine, guarded by the device's lock, and its thread.
+
+    The thread knows its device only while it runs an operation of it, so that a device which nobody refers to any
+    more is collected and its threads end.
+    """
 
     def __init__(self, name: EngineName, bandwidth: float | None, lock: threading.Lock) -> None:
         self.name = name
         self.bandwidth = bandwidth
         self.changed = threading.Condition(lock)
-        self.thread: threading.Thread | None = None
+        self.hints: SimpleQueue[None] = SimpleQueue()
+        self.stopped = False
+        self.thread = threading.Thread(target=self._run, name=f"emulated-device-{name}", daemon=True)
         self.ready: deque[_Operation] = deque()
         self.running: _Operation | None = None
         self.free_time = 0.0
@@ -95,6 +102,22 @@ class _Engine:
     @property
     def may_start(self) -> bool:
         return self.running is None and bool(self.ready) and (not self.held or self.started < self.allowed)
+
+    def stop(self) -> None:
+        """End the thread. Takes no lock: it may be called by the garbage collector, in the middle of anything."""
+        self.stopped = True
+        self.hints.put(None)
+
+    def _run(self) -> None:
+        while True:
+            self.hints.get()
+            if self.stopped:
+                return
+            # Looked at without the lock: an operation that is handed to this thread stays until it is completed.
+            operation = self.running
+            if operation is not None and operation.gate is None:
+                operation.stream._device._run_on_engine(operation)
+            del operation  # a parked thread keeps nothing alive
 
 
 def _closed_gate() -> threading.Lock:
@@ -262,6 +285,9 @@ class EmulatedDevice:
         self._gates: set[threading.Lock] = set()
         self._error: BaseException | None = None
         self._calls: list[DeviceCall] | None = None
+        for engine in self._engines.values():
+            engine.thread.start()
+            weakref.finalize(self, engine.stop).atexit = False  # `stop_at_exit` does that in its order
         stop_at_exit(self)
         _devices.add(self)
 
@@ -437,7 +463,7 @@ class EmulatedDevice:
 
     def join_at_exit(self, deadline: float | None) -> None:
         for engine in self._engines.values():
-            if engine.thread is not None and engine.thread is not threading.current_thread():
+            if engine.thread is not threading.current_thread():
                 engine.thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     # -- inside; the lock is held where not said otherwise ----------------------------------------------------
@@ -474,6 +500,7 @@ class EmulatedDevice:
         for engine in self._engines.values():
             engine.ready.clear()
             engine.changed.notify_all()
+            engine.stop()
         for stream in self._streams:
             stream._queue.clear()
 
@@ -505,28 +532,19 @@ class EmulatedDevice:
 
     def _run_inline(self, operation: _Operation, gate: threading.Lock) -> None:
         """Wait for the engine, then run the operation on the calling thread. The lock is not held."""
+        finished = 0.0
         try:
             gate.acquire()
-        except BaseException:
-            # Interrupted before its turn: it must not keep its place in the stream and the engine.
             with self._lock:
-                operation.work, operation.duration = _nothing, 0.0
-                if operation.engine.running is operation:
-                    self._complete(operation, time.monotonic())
-                else:
-                    operation.gate = None
-            raise
-        finally:
-            with self._lock:
-                self._gates.discard(gate)
-        with self._lock:
-            self._check()
-        finished = time.monotonic()
-        try:
+                self._check()
             finished = self._perform(operation)
         finally:
             with self._lock:
-                self._complete(operation, finished)
+                self._gates.discard(gate)
+                if operation.engine.running is operation:
+                    self._complete(operation, finished or time.monotonic())
+                else:  # interrupted before its turn: the engine's thread makes nothing of it when that comes
+                    operation.work, operation.duration, operation.gate = _nothing, 0.0, None
         with self._lock:
             self._check()  # lost in the middle of it
 
@@ -545,26 +563,21 @@ class EmulatedDevice:
                 engine.changed.wait(remaining)
         return finished
 
-    def _run_engine(self, engine: _Engine) -> None:
-        """Body of an engine's thread. The lock is not held."""
-        while True:
-            with self._lock:
-                while self._error is None and (engine.running is None or engine.running.gate is not None):
-                    engine.changed.wait()
-                if self._error is not None:
-                    return
-                operation = engine.running
-                assert operation is not None
-            try:
-                finished = self._perform(operation)
-            except BaseException as exc:
-                self.lose(exc)
-                return
-            with self._lock:
-                self._complete(operation, finished)
-            del operation  # a parked thread keeps nothing alive
+    def _run_on_engine(self, operation: _Operation) -> None:
+        """Do an operation on its engine's thread. The lock is not held."""
+        try:
+            finished = self._perform(operation)
+        except BaseException as exc:
+            self.lose(exc)
+            return
+        with self._lock:
+            self._complete(operation, finished)
 
     def _submit(self, stream: EmulatedStream, item: _ItemT) -> _ItemT:
+        if isinstance(item, _Record) and not stream._queue:  # nothing to wait for, and nobody waits for it yet
+            item.time = stream._time = max(item.time, stream._time)
+            item.done = True
+            return item
         stream._queue.append(item)
         if len(stream._queue) == 1:
             self._advance(stream)
@@ -608,13 +621,8 @@ class EmulatedDevice:
         engine.started += 1
         if operation.gate is not None:
             _open(operation.gate)
-            return
-        if engine.thread is None:
-            engine.thread = threading.Thread(
-                target=self._run_engine, args=(engine,), name=f"emulated-device-{engine.name}", daemon=True
-            )
-            engine.thread.start()
-        engine.changed.notify_all()
+        else:
+            engine.hints.put(None)
 
     def _complete(self, operation: _Operation, finished: float) -> None:
         engine, stream = operation.engine, operation.stream

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -20,6 +20,7 @@ import torch
 from hicache_sched.device import EmulatedDevice, EmulatedStream
 from hicache_sched.device.emulated import ENGINES, EngineName
 from hicache_sched.device.row_copy import RowCopy
+from tests.builders import running_functions
 
 WAIT = 30.0
 
@@ -64,15 +65,9 @@ def wait_until_parked(thread_ident: int) -> None:
     """Return once that thread sleeps in one of the device's blocking calls."""
     deadline = time.monotonic() + WAIT
     while time.monotonic() < deadline:
-        frame = sys._current_frames().get(thread_ident)
-        where = set()
-        if frame is not None:
-            top = frame.f_code
-            while frame is not None:
-                where.add(frame.f_code.co_name)
-                frame = frame.f_back
-            if top.co_name in ("_block_on", "_run_inline") or (top.co_name == "wait" and {"step", "_perform"} & where):
-                return
+        where = running_functions(thread_ident)
+        if where[:1] in (["_block_on"], ["_run_inline"]) or (where[:1] == ["wait"] and {"step", "_perform"} & {*where}):
+            return
         time.sleep(0.001)
     raise AssertionError("the thread does not sleep in the device")
 
@@ -124,12 +119,19 @@ def test_an_engine_does_one_thing_at_a_time(device: EmulatedDevice, engine: Engi
     assert overlaps == [False] * 18
 
 
-def test_there_are_no_threads_before_the_first_operation() -> None:
+def test_a_device_that_nobody_refers_to_is_collected_and_its_threads_end() -> None:
     before = set(threading.enumerate())
-    with EmulatedDevice() as device:
-        device.Stream().record_event().synchronize()
+    device = EmulatedDevice()
+    with device.stream(device.Stream()):
         device.launch(lambda: None)
-        assert set(threading.enumerate()) == before, "neither events nor work that runs inline need a thread"
+    device.synchronize()
+    engines = set(threading.enumerate()) - before
+    assert {engine.name for engine in engines} == {f"emulated-device-{name}" for name in ("compute", "h2d", "d2h")}
+    del device
+    gc.collect()
+    for engine in engines:
+        engine.join(30)
+    assert not any(engine.is_alive() for engine in engines)
 
 
 def test_a_parked_engine_keeps_nothing_alive(device: EmulatedDevice, stream: EmulatedStream) -> None:
@@ -920,12 +922,12 @@ def test_a_read_gives_all_tensors_as_one_operation(device: EmulatedDevice, strea
 # -- lifecycle ------------------------------------------------------------------------------------------------
 
 
-def test_closing_ends_the_engines_threads(device: EmulatedDevice) -> None:
+def test_closing_ends_the_engines_threads() -> None:
     before = set(threading.enumerate())
+    device = EmulatedDevice()
     device.hold("d2h")
     for engine in ENGINES:
         launch_on(device, device.Stream(), lambda: None, engine)
-    assert len(set(threading.enumerate()) - before) == 2, "an engine has a thread from its first operation on"
     device.close()
     assert set(threading.enumerate()) == before
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -260,6 +261,35 @@ def test_nothing_loops_afterwards(outstanding: Outstanding, stage: Any) -> None:
     assert settled - at_loss < 100, "each burst fails at its next call, with one try for each of its events"
     time.sleep(0.1)  # a window to count in
     assert outstanding.device.num_calls == settled
+
+
+def test_a_hand_out_that_waits_raises_while_the_data_plane_is_still_stuck(outstanding: Outstanding) -> None:
+    reached = enqueuing(outstanding.device, outstanding.backend)
+    eventually(lambda: reached(outstanding.handles))
+    eventually(lambda: outstanding.handles[0].layer_enqueued(1))
+    error = lose(outstanding.device)
+    assert_lost(outstanding.hand_out.exception(WAIT), error)
+    assert outstanding.scheduler.stats().failed_bursts == 0, "no slot has become free"
+
+
+def test_it_is_said_once_where_two_threads_meet_it_at_the_same_time(
+    outstanding: Outstanding, monkeypatch: pytest.MonkeyPatch, logs: list[Any]
+) -> None:
+    both = threading.Barrier(2)
+
+    def query() -> bool:
+        both.wait(WAIT)
+        raise RuntimeError("lost")
+
+    reached = enqueuing(outstanding.device, outstanding.backend)
+    eventually(lambda: reached(outstanding.handles))
+    with monkeypatch.context() as patch:
+        patch.setattr(outstanding.scheduler.h2d_stream, "query", query)
+        lose(outstanding.device)
+        outstanding.backend.release()
+        outstanding.scheduler.close(WAIT)
+    assert not both.broken, "the observer asked at layer 0, the worker at layer 2"
+    assert event_names(logs).count("device_lost") == 1
 
 
 async def test_reset_and_close_return(outstanding: Outstanding) -> None:

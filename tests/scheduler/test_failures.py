@@ -376,6 +376,23 @@ def test_what_is_no_exception_fails_the_burst_as_well(
     assert hand_out(setup.scheduler, 2).result(WAIT).status is AckStatus.OK
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_wait_layer_raises_what_the_device_says_only_where_the_burst_does_not_fail(setup: Setup, fails: bool) -> None:
+    error = RuntimeError("no wait")
+    setup.device.fail("wait", "layer 0 of set 0", error)
+    if fails:
+        setup.put(ENQUEUING[-1])
+    setup.device.hold("h2d")
+    handle = hand_out(setup.scheduler, 1)
+    eventually(lambda: handle._burst.submitted)
+    with setup.device.stream(setup.device.Stream()):
+        if fails:
+            handle.wait_layer(0, WAIT)
+        else:
+            with pytest.raises(RuntimeError, match="no wait"):
+                handle.wait_layer(0, WAIT)
+
+
 # -- at the hand-out --------------------------------------------------------------------------------------------------
 
 

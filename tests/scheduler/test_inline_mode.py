@@ -78,8 +78,7 @@ def test_no_thread_of_ours_exists(device: EmulatedDevice, make_scheduler: MakeSc
     before = set(threading.enumerate())
     scheduler = make_scheduler(mode="inline")
     hand_out(scheduler, 1).result(timeout=30)
-    ours = {thread.name for thread in set(threading.enumerate()) - before}
-    assert ours == {"emulated-device-h2d"}, "only the emulated hardware runs beside the caller"
+    assert set(threading.enumerate()) == before
 
 
 async def test_an_empty_queue_gives_none_and_makes_no_device_call(

@@ -32,7 +32,7 @@ from hicache_sched import (
     TransferScheduler,
 )
 from hicache_sched.device import EmulatedDevice, at_exit
-from tests.builders import LaunchingBackend, hand_out, load_op
+from tests.builders import LaunchingBackend, hand_out, load_op, running_functions
 
 SECONDS_TO_END = 30
 """After which a scenario's process is killed."""
@@ -239,7 +239,7 @@ def interrupt_main_thread_when_it_blocks() -> None:
             raise KeyboardInterrupt
 
     def send() -> None:
-        until(lambda: sys._current_frames()[ident].f_code.co_name in ("sleep", "block"))
+        until(lambda: running_functions(ident)[0] in ("sleep", "block"))
         while not interrupted.is_set():
             signal.pthread_kill(ident, signal.SIGINT)
             interrupted.wait(0.01)

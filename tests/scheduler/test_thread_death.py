@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -188,6 +189,39 @@ def test_an_observer_killed_while_the_burst_is_prepared_goes_on_waiting(setup: S
     setup.backend.gate.set()
     assert errors_of(crowd.everybody) == [None] * len(crowd.everybody)
     setup.assert_served(AckStatus.OK)
+
+
+@pytest.mark.parametrize("step", ["TaskStep", "task_wakeup"])
+@pytest.mark.parametrize("event_loop", ["asyncio"], indirect=True)
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_loop_that_lost_a_step_of_a_job_delivers_its_burst(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    run = asyncio.Handle._run
+    lost = threading.Event()
+
+    def lose(handle: asyncio.Handle) -> None:
+        """Killed between taking a step from its queue and making it, asyncio's loop has lost the step."""
+        if threading.current_thread().name == LOOP and step in repr(handle) and not lost.is_set():
+            lost.set()
+            raise SystemExit
+        run(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio.Handle, "_run", lose)
+        setup.device.hold("h2d")
+        done = threading.Event()
+        handle = hand_out(setup.scheduler, 1)
+        handle.add_done_callback(lambda handle: done.set())
+        setup.device.resume("h2d")
+        assert done.wait(WAIT)
+        assert lost.is_set()
+    setup.assert_served(AckStatus.OK)
+    # The job that lost its step ends here, and not in a later test.
+    assert setup.scheduler.last_error is not None
+    setup.scheduler.last_error.__traceback__ = None
+    handle._burst._waiters.clear()
+    gc.collect()
 
 
 def test_an_observer_killed_in_finish_fails_the_burst(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
