@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from hicache_sched.ack import LoadAck
 from hicache_sched.burst import Burst
-from hicache_sched.log import is_ctrl_c, log, say
+from hicache_sched.log import is_ctrl_c, say
 from hicache_sched.protocol import TransferProtocol
 
 OnAck = Callable[[LoadAck], object]
@@ -42,7 +42,7 @@ class Delivery:
         try:
             callback()
         except BaseException as exc:
-            say(log.error, event, burst_id=burst.id, slot=burst.slot, generation=burst.generation, exc_info=exc)
+            say("error", event, burst_id=burst.id, slot=burst.slot, generation=burst.generation, exc_info=exc)
             if is_ctrl_c(exc):  # inline mode: it is the caller's
                 raise
 
@@ -53,7 +53,7 @@ def log_failure(burst: Burst) -> None:
         return
     burst.outcome_logged = True
     say(
-        log.error,
+        "error",
         "burst_failed",
         burst_id=burst.id,
         slot=burst.slot,
@@ -72,10 +72,10 @@ def log_end(burst: Burst, ack: LoadAck) -> None:
         return
     burst.outcome_logged = True
     if burst.cancelled:
-        say(log.warning, "burst_cancelled", **names, node_ids=list(ack.node_ids))
+        say("warning", "burst_cancelled", **names, node_ids=list(ack.node_ids))
     else:
         say(
-            log.debug,
+            "debug",
             "burst_landed",
             **names,
             num_tokens=ack.num_tokens,

@@ -6,7 +6,7 @@ from hicache_sched.burst import Burst
 from hicache_sched.device.binding import DeviceBinding
 from hicache_sched.device.runtime import Stream
 from hicache_sched.errors import DeviceLostError
-from hicache_sched.log import log, say
+from hicache_sched.log import say
 from hicache_sched.protocol import TransferProtocol
 
 
@@ -38,7 +38,7 @@ class FailureDesk:
             burst.wake()
         self._protocol.wake()
         if not self.muted:
-            say(log.error, "thread_failed", thread=thread, exc_info=error)
+            say("error", "thread_failed", thread=thread, exc_info=error)
 
     def _find_lost(self, error: BaseException) -> DeviceLostError | None:
         """A device is lost when a call that has nothing to do with the burst fails as well.
@@ -55,6 +55,6 @@ class FailureDesk:
             )
             lost.__cause__ = error
             if self._protocol.lose(lost) and not self.muted:
-                say(log.error, "device_lost", device=self._device.name, exc_info=error)
+                say("error", "device_lost", device=self._device.name, exc_info=error)
             return self._protocol.lost
         return None

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
 from functools import partial
 
 from hicache_sched.burst import ENDED, Burst, Watch
 from hicache_sched.delivery import Delivery, log_failure
 from hicache_sched.hand_out import SlotWait
-from hicache_sched.log import log, say
+from hicache_sched.log import Level, say
 from hicache_sched.protocol import TransferProtocol
 from hicache_sched.waiting import LoopWaiter
 
@@ -118,21 +117,21 @@ class Jobs:
                     if stalled is None:
                         stalled, stalled_since = burst.landed, burst.progress_at
                         burst.register_for((("landed", stalled),), waiter)
-                    self._say_layer("layer_stalled", log.warning, burst, stalled, clock.waited)
+                    self._say_layer("layer_stalled", "warning", burst, stalled, clock.waited)
                     if burst.landed > stalled:
                         continue
                 await asyncio.wait((waiter.future,), timeout=clock.remaining)
             finally:  # also where a close interrupts the wait: another job may have delivered the burst
                 burst.forget(waiter)
                 if stalled is not None and (burst.landed > stalled or burst.ended):
-                    self._say_layer("layer_recovered", log.info, burst, stalled, time.monotonic() - stalled_since)
+                    self._say_layer("layer_recovered", "info", burst, stalled, time.monotonic() - stalled_since)
                     stalled = None
 
-    def _say_layer(self, event: str, method: Callable[..., object], burst: Burst, layer: int, waited: float) -> None:
+    def _say_layer(self, event: str, level: Level, burst: Burst, layer: int, waited: float) -> None:
         oldest = self._protocol.oldest_in_flight()
         waiters = burst.waiter_names()
         say(
-            method,
+            level,
             event,
             burst_id=burst.id,
             slot=burst.slot,
@@ -156,15 +155,15 @@ class Jobs:
                 break
             if clock.is_due():
                 stalled = True
-                self._say_slot("slot_stalled", log.warning, slot_wait, clock.waited)
+                self._say_slot("slot_stalled", "warning", slot_wait, clock.waited)
             await asyncio.wait((waiter.future,), timeout=clock.remaining)
         if stalled:
-            self._say_slot("slot_recovered", log.info, slot_wait, clock.waited)
+            self._say_slot("slot_recovered", "info", slot_wait, clock.waited)
 
-    def _say_slot(self, event: str, method: Callable[..., object], slot_wait: SlotWait, waited: float) -> None:
+    def _say_slot(self, event: str, level: Level, slot_wait: SlotWait, waited: float) -> None:
         _, burst = self._protocol.next_slot()
         say(
-            method,
+            level,
             event,
             slot=slot_wait.slot,
             waited_s=round(waited, 3),

@@ -14,7 +14,7 @@ from hicache_sched.device.runtime import Event, Stream
 from hicache_sched.errors import LoadFailedError
 from hicache_sched.event_set import EventSetPool
 from hicache_sched.failure import FailureDesk
-from hicache_sched.log import is_ctrl_c, log, say
+from hicache_sched.log import is_ctrl_c, say
 from hicache_sched.protocol import ACK_BACKLOG, TransferProtocol
 from hicache_sched.waiting import PENDING, ThreadWaiter
 
@@ -49,7 +49,7 @@ class BurstEnd:
             self._event_sets.give_back(events)
         if backlog:
             say(
-                log.warning,
+                "warning",
                 "ack_backlog",
                 acks_unpopped=ACK_BACKLOG + 1,
                 way_out="call pop_acks() regularly, or set poll_acks=False and use handles or on_ack",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import structlog
 
-log = structlog.get_logger()
+Level = Literal["debug", "info", "warning", "error"]
+
+_log = structlog.get_logger()
 
 
 def is_ctrl_c(exc: BaseException) -> bool:
@@ -19,10 +20,10 @@ def is_ctrl_c(exc: BaseException) -> bool:
     return isinstance(exc, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
-def say(method: Callable[..., Any], event: str, **context: Any) -> None:
+def say(level: Level, event: str, **context: Any) -> None:
     """Log one event; a logger that raises is reported on stderr and changes nothing, as in the logging module."""
     try:
-        method(event, **context)
+        getattr(_log, level)(event, **context)  # structlog makes the logger here, and that can raise, too
     except BaseException as exc:
         if is_ctrl_c(exc):
             raise

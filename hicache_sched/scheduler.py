@@ -25,7 +25,7 @@ from hicache_sched.handle import LoadHandle
 from hicache_sched.job import Jobs
 from hicache_sched.landing import BurstEnd, InlineObserver, LandingObserver
 from hicache_sched.load_op import LoadOp
-from hicache_sched.log import log, say
+from hicache_sched.log import say
 from hicache_sched.loop_thread import LoopThread, loop_factory
 from hicache_sched.op_queue import check_op
 from hicache_sched.protocol import Lifecycle, TransferProtocol
@@ -137,7 +137,7 @@ class TransferScheduler:
             self._threads.start()
             stop_at_exit(self)
         say(
-            log.info,
+            "info",
             "scheduler_started",
             mode=config.mode,
             plane=self._plane_name,
@@ -288,7 +288,7 @@ class TransferScheduler:
     def stats(self) -> SchedulerStats:
         """What the scheduler is doing and has done; from any thread."""
         self._observe()
-        mode = "inline" if self._is_inline else "async"
+        mode = "inline" if self._is_inline else self._config.mode
         return SchedulerStats(mode=mode, plane=self._plane_name, **self._protocol.counts())
 
     @property
@@ -380,7 +380,7 @@ class TransferScheduler:
     def _launch_inline(self, burst: Burst, fence_stream: Stream | None) -> None:
         if self._config.mode == "async" and not self._downgrade_said:
             self._downgrade_said = True
-            say(log.warning, "scheduler_downgraded", mode="inline", why="loading goes on after close()")
+            say("warning", "scheduler_downgraded", mode="inline", why="loading goes on after close()")
         try:
             self._submission.submit_inline(burst, fence_stream)
         finally:
@@ -435,7 +435,7 @@ class TransferScheduler:
             threads.join()
         self._threads = None
         if self._protocol.finish_close():
-            say(log.info, "scheduler_stopped", device=self.device.name)
+            say("info", "scheduler_stopped", device=self.device.name)
 
     def _check_not_inside(self, what: str) -> None:
         if self._is_inline:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -12,10 +11,9 @@ from typing import Any
 
 import torch
 
+from hicache_sched.device.cuda_thread import leave_global_capture_mode
 from hicache_sched.device.emulated import EmulatedDevice
 from hicache_sched.device.runtime import Event, Runtime, Stream
-
-_CU_STREAM_CAPTURE_MODE_RELAXED = 2
 
 
 class DeviceBinding:
@@ -32,7 +30,7 @@ class DeviceBinding:
     def __init__(self, runtime: Any) -> None:
         self.runtime: Runtime = runtime
         self.index: int = runtime.current_device()
-        self._is_cuda = runtime is torch.cuda
+        self._is_cuda = runtime is torch.cuda and torch.version.cuda is not None  # ROCm is `torch.cuda`, too
         # Runtimes without stream capture lack the question as well.
         self._is_capturing = getattr(runtime, "is_current_stream_capturing", None)
 
@@ -68,15 +66,11 @@ class DeviceBinding:
     def bind_thread(self) -> None:
         """Make this device the calling thread's, once in the life of a thread of ours.
 
-        On CUDA the thread also leaves the global capture mode: an event query made in it would invalidate a
-        capture that an engine runs on another thread (CUDA driver API, `cuThreadExchangeStreamCaptureMode`).
+        On CUDA the thread also leaves the global capture mode, so that it cannot break an engine's capture.
         """
         self.runtime.set_device(self.index)
         if self._is_cuda:
-            mode = ctypes.c_int(_CU_STREAM_CAPTURE_MODE_RELAXED)
-            status = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-            if status != 0:
-                raise RuntimeError(f"cuThreadExchangeStreamCaptureMode failed with CUresult {status}")
+            leave_global_capture_mode(self.index)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether reading `tensor` on the host has to wait for the device.
