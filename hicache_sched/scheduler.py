@@ -118,7 +118,7 @@ class TransferScheduler:
         self._submission = Submission(device, self._backend, self.h2d_stream, self.index_stream, event_sets, failures)
         burst_end = BurstEnd(protocol, self._backend, event_sets, failures)
         self._inline_observer = InlineObserver(failures, protocol, self.h2d_stream, burst_end, self._delivery.run)
-        self._polled = PolledWaits(self._guard, self._inline_observer.observe)
+        self._polled = PolledWaits(self._guard, self._inline_observer)
         event_loop: str | None = None
         if runs_async:
             make_loop, event_loop = loop_factory(config.event_loop)

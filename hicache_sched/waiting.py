@@ -21,7 +21,7 @@ from contextlib import suppress
 from enum import Enum
 from typing import Final, Protocol, TypeVar
 
-from hicache_sched.errors import SchedulerClosedError, TransferTimeoutError
+from hicache_sched.errors import HiCacheSchedError, SchedulerClosedError, TransferTimeoutError
 
 T = TypeVar("T")
 
@@ -205,6 +205,15 @@ class NotifiedWaits:
             raise _timed_out(timeout, what) from None
 
 
+class Observer(Protocol):
+    """Notices what has landed, on the thread that asks."""
+
+    @property
+    def is_running_here(self) -> bool: ...
+
+    def observe(self) -> None: ...
+
+
 class PolledWaits:
     """Observes the device between looks; for inline mode.
 
@@ -214,9 +223,9 @@ class PolledWaits:
     SHORTEST = 50e-6
     LONGEST = 1e-3
 
-    def __init__(self, guard: ForkGuard, observe: Callable[[], None]) -> None:
+    def __init__(self, guard: ForkGuard, observer: Observer) -> None:
         self._guard = guard
-        self._observe = observe
+        self._observer = observer
 
     def block(self, look: Look[T], timeout: float | None, what: str) -> T:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -225,8 +234,7 @@ class PolledWaits:
             found = self._look(look)
             if found is not PENDING:
                 return found
-            if deadline is not None and time.monotonic() >= deadline:
-                raise _timed_out(timeout, what)
+            self._check_may_wait(deadline, timeout, what)
             time.sleep(pause)
             pause = min(2 * pause, self.LONGEST)
 
@@ -237,12 +245,20 @@ class PolledWaits:
             found = self._look(look)
             if found is not PENDING:
                 return found
-            if deadline is not None and time.monotonic() >= deadline:
-                raise _timed_out(timeout, what)
+            self._check_may_wait(deadline, timeout, what)
             await asyncio.sleep(pause)
             pause = min(2 * pause, self.LONGEST)
 
     def _look(self, look: Look[T]) -> T | Pending:
         self._guard.check()
-        self._observe()
+        self._observer.observe()
         return look(None)
+
+    def _check_may_wait(self, deadline: float | None, timeout: float | None, what: str) -> None:
+        if deadline is not None and time.monotonic() >= deadline:
+            raise _timed_out(timeout, what)
+        if self._observer.is_running_here:
+            raise HiCacheSchedError(
+                f"waiting for {what} inside a callback or finish() in inline mode: this thread is the one that "
+                "observes the device, and would wait for itself; wait after the callback has returned"
+            )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hicache_sched import AckStatus, LoadFailedError, TransferTimeoutError
+from hicache_sched import AckStatus, HiCacheSchedError, LoadFailedError, TransferTimeoutError
 from hicache_sched.device import EmulatedDevice
 from tests.builders import LaunchingBackend, MakeScheduler, hand_out, load_op
 
@@ -191,6 +191,27 @@ def test_an_on_ack_that_raises_changes_nothing(
     assert hand_out(scheduler, 1).result(timeout=30).status is AckStatus.OK
     assert hand_out(scheduler, 2).result(timeout=30).status is AckStatus.OK
     assert [entry["event"] for entry in logs].count("on_ack_failed") == 2
+
+
+def test_waiting_for_a_later_burst_inside_a_callback_raises_instead_of_waiting_for_itself(
+    device: EmulatedDevice, make_scheduler: MakeScheduler
+) -> None:
+    errors: list[BaseException] = []
+    later: list[Any] = []
+
+    def on_ack(ack: Any) -> None:
+        try:
+            later[0].result(timeout=30)
+        except HiCacheSchedError as exc:
+            errors.append(exc)
+
+    scheduler = make_scheduler(mode="inline", on_ack=on_ack)
+    device.hold("h2d")
+    first = hand_out(scheduler, 1)
+    later.append(hand_out(scheduler, 2))
+    device.step("h2d", 4)
+    first.result(timeout=30)
+    assert ["inside a callback" in str(error) for error in errors] == [True]
 
 
 def test_a_keyboard_interrupt_during_submission_is_the_callers_and_the_burst_has_failed(
