@@ -17,7 +17,7 @@ from typing import Any, Literal
 import pytest
 
 from hicache_sched import AckStatus, LoadAck, LoadFailedError, LoadHandle, TransferScheduler
-from hicache_sched.burst import Burst
+from hicache_sched.burst import ENDED, Burst
 from hicache_sched.delivery import Delivery
 from hicache_sched.device import EmulatedDevice
 from hicache_sched.event_set import EventSetPool
@@ -213,6 +213,7 @@ def test_a_loop_that_lost_a_step_of_a_job_delivers_its_burst(
         done = threading.Event()
         handle = hand_out(setup.scheduler, 1)
         handle.add_done_callback(lambda handle: done.set())
+        eventually(lambda: ENDED in handle._burst._waiters)  # its job waits for the end
         setup.device.resume("h2d")
         assert done.wait(WAIT)
         assert lost.is_set()
