@@ -67,7 +67,8 @@ class Burst:
         self.inference_mode = torch.is_inference_mode_enabled()
         self.grad_enabled = torch.is_grad_enabled()
 
-        self.lock = threading.Lock()
+        # Reentrant, as a coroutine that the garbage collector ends cleans up in the middle of anything.
+        self.lock = threading.RLock()
         self.enqueued = 0
         self.landed = 0
         self.begun = False
@@ -300,7 +301,7 @@ class Burst:
 
     def forget(self, waiter: Waiter) -> None:
         with self.lock:
-            for watch in [watch for watch, waiters in self._waiters.items() if waiter in waiters]:
+            for watch in [watch for watch, waiters in list(self._waiters.items()) if waiter in waiters]:
                 self._waiters[watch].discard(waiter)
                 if not self._waiters[watch]:
                     del self._waiters[watch]

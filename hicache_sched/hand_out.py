@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from hicache_sched.burst import Burst
 from hicache_sched.device.runtime import Stream
-from hicache_sched.protocol import TransferProtocol
+from hicache_sched.protocol import TransferProtocol, Turn
 from hicache_sched.waiting import Pending, Waiter, Waits
 
 Launch = Callable[[Burst, Stream | None], None]
@@ -25,17 +25,17 @@ class HandOut:
     what = "a free slot"
 
     def __init__(
-        self, protocol: TransferProtocol, number: int, fence_stream: Stream | None, waits: Waits, launch: Launch
+        self, protocol: TransferProtocol, turn: Turn, fence_stream: Stream | None, waits: Waits, launch: Launch
     ) -> None:
         self._protocol = protocol
-        self._number = number
+        self._turn = turn
         self._fence_stream = fence_stream
         self._launch = launch
         self.waits = waits
 
     def look(self, waiter: Waiter | None) -> Burst | Pending | None:
         """Hand out if the next slot is free; None if there is nothing to hand out."""
-        found = self._protocol.look_for_slot(self._number, self.waits, waiter)
+        found = self._protocol.look_for_slot(self._turn, self.waits, waiter)
         if isinstance(found, Burst):
             self._launch(found, self._fence_stream)
         return found

@@ -80,7 +80,8 @@ class BurstEnd:
 
 
 def _duration_ms(burst: Burst) -> float | None:
-    assert burst.events is not None
+    if burst.events is None:  # its end was interrupted
+        return None
     try:
         return burst.events.ack_start.elapsed_time(burst.events.ack_finish)
     except Exception:
@@ -188,7 +189,7 @@ class InlineObserver:
         self._h2d_stream = h2d_stream
         self._burst_end = burst_end
         self._deliver = deliver
-        self._observing = threading.Lock()
+        self._lock = threading.Lock()
         self._thread: int | None = None
 
     @property
@@ -201,23 +202,27 @@ class InlineObserver:
 
         Returns at once where another thread, or a callback's caller, is at it.
         """
-        if not self._observing.acquire(blocking=False):
+        thread = threading.get_ident()
+        if self._thread == thread:
             return
         try:
-            self._thread = threading.get_ident()
+            with self._lock:
+                if self._thread is None:
+                    self._thread = thread
+            if self._thread != thread:
+                return
             while (burst := self._protocol.oldest_in_flight()) is not None and self._has_landed(burst):
                 self._burst_end.end(burst)
             self._deliver()
-        finally:
-            self._thread = None
-            self._observing.release()
+        finally:  # no call in here: Ctrl-C interrupts CPython after calls, and this has to be done
+            if self._thread == thread:
+                self._thread = None
 
     def _has_landed(self, burst: Burst) -> bool:
         """Advance the burst's watermark; whether all that was submitted has landed."""
-        if not burst.begun:
-            return burst.submitted
         events = burst.events
-        assert events is not None, "a burst that has begun keeps its events until it ends"
+        if burst.ended or events is None:  # its end was interrupted, or it was not begun
+            return burst.ended or burst.submitted
         try:
             if burst.failed_stage != "device":
                 while burst.landed < burst.enqueued and events.layers[burst.landed].query():

@@ -10,6 +10,7 @@ held.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
@@ -34,6 +35,22 @@ class Lifecycle(Enum):
     CLOSED = auto()
 
 
+class Turn:
+    """The turn of one hand-out; at most one is under way.
+
+    It is over when the hand-out ends it, when a reset or a close does, or when nobody holds it any more: a hand-out
+    whose end was interrupted, or whose loop was closed under it, does not keep the next from its turn.
+
+    Attributes:
+        closed: a close ended it.
+    """
+
+    __slots__ = ("__weakref__", "closed")
+
+    def __init__(self) -> None:
+        self.closed = False
+
+
 class TransferProtocol:
     """Queued ops, slots, bursts in flight and acks.
 
@@ -50,13 +67,12 @@ class TransferProtocol:
         self.lost: DeviceLostError | None = None
         self.last_error: BaseException | None = None
         self._poll_acks = poll_acks
-        self._lock = threading.Lock()
+        # Reentrant, as a coroutine that the garbage collector ends cleans up in the middle of anything.
+        self._lock = threading.RLock()
         self._lifecycle = Lifecycle.NEW
         self._queue = OpQueue(self.pool_names)
         self._slots: SlotRing | None = None
-        self._hand_outs = 0
-        self._hand_out: int | None = None
-        self._closed_hand_outs = 0
+        self._turn: weakref.ref[Turn] | None = None
         self._resetting = False
         self._bursts_handed_out = 0
         self._unlaunched: Burst | None = None
@@ -85,7 +101,9 @@ class TransferProtocol:
             if self._lifecycle in (Lifecycle.NEW, Lifecycle.CLOSED):
                 return False
             self._lifecycle = Lifecycle.CLOSING
-            self._hand_out, self._closed_hand_outs = None, self._hand_outs
+            if (turn := self._current_turn) is not None:
+                turn.closed = True
+            self._turn = None
         self.wake()
         return True
 
@@ -106,8 +124,8 @@ class TransferProtocol:
                 raise HiCacheSchedError("load() during reset(): wait until reset() has returned, then load")
             self._queue.append(op, self.pool_names[0])
 
-    def begin_hand_out(self) -> int:
-        """Enter a hand-out and give its number; `end_hand_out` leaves it, unless a reset or a close ended it."""
+    def begin_hand_out(self, turn: Turn) -> None:
+        """Enter a hand-out; `end_hand_out` leaves it."""
         with self._lock:
             if self._lifecycle is Lifecycle.NEW:
                 raise SchedulerClosedError(
@@ -115,27 +133,25 @@ class TransferProtocol:
                 )
             self._check_not_closing()
             self._check_not_lost()
-            if self._hand_out is not None:
+            if self._current_turn is not None:
                 raise HiCacheSchedError(
                     "a second hand-out while one is under way: one engine thread or loop drives a scheduler; "
                     "await the first start_loading() before the next"
                 )
             if self._resetting:
                 raise HiCacheSchedError("hand-out during reset(): wait until reset() has returned")
-            self._hand_outs += 1
-            self._hand_out = self._hand_outs
-            return self._hand_out
+            self._turn = weakref.ref(turn)
 
-    def look_for_slot(self, hand_out: int, waits: Waits, waiter: Waiter | None) -> Burst | Pending | None:
+    def look_for_slot(self, turn: Turn, waits: Waits, waiter: Waiter | None) -> Burst | Pending | None:
         """Claim the next slot for all queued ops, if it is free.
 
         None if there is nothing to hand out (any more, after a reset). It raises where a close has begun, also where
         that has ended since: the hand-out would go on in the wrong mode.
         """
         with self._lock:
-            if hand_out <= self._closed_hand_outs:
+            if turn.closed:
                 raise SchedulerClosedError("the scheduler was closed during the hand-out; its load ops are queued")
-            if hand_out != self._hand_out or not self._queue:
+            if self._current_turn is not turn or not self._queue:
                 return None
             self._check_not_lost()
             assert self._slots is not None
@@ -155,11 +171,16 @@ class TransferProtocol:
         """The burst of the last hand-out is on its way."""
         self._unlaunched = None
 
-    def end_hand_out(self, hand_out: int) -> Burst | None:
-        """Leave a hand-out. Gives the burst that it claimed but was interrupted before it launched it."""
+    def end_hand_out(self, turn: Turn) -> None:
         with self._lock:
-            if self._hand_out == hand_out:
-                self._hand_out = None
+            if self._current_turn is turn:
+                self._turn = None
+
+    def take_unlaunched(self) -> Burst | None:
+        """The burst that a hand-out claimed but was interrupted before it launched it; None while one may yet."""
+        with self._lock:
+            if self._current_turn is not None:
+                return None
             unlaunched, self._unlaunched = self._unlaunched, None
             return unlaunched
 
@@ -209,7 +230,7 @@ class TransferProtocol:
             self._acks.clear()
             if self._slots is not None:
                 self._slots.restart()
-            self._hand_out = None
+            self._turn = None
             self._resetting = False
         self.wake()
         return True
@@ -326,6 +347,10 @@ class TransferProtocol:
             return self._slots.next.index, self._slots.next.burst
 
     # -- inside; the lock is held -----------------------------------------------------------------------------------
+
+    @property
+    def _current_turn(self) -> Turn | None:
+        return None if self._turn is None else self._turn()
 
     @property
     def _is_drained(self) -> bool:

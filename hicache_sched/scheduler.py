@@ -28,7 +28,7 @@ from hicache_sched.load_op import LoadOp
 from hicache_sched.log import say
 from hicache_sched.loop_thread import LoopThread, loop_factory
 from hicache_sched.op_queue import check_op
-from hicache_sched.protocol import Lifecycle, TransferProtocol
+from hicache_sched.protocol import Lifecycle, TransferProtocol, Turn
 from hicache_sched.slots import SlotRing
 from hicache_sched.stats import SchedulerStats
 from hicache_sched.submission import Submission
@@ -250,23 +250,31 @@ class TransferScheduler:
         :raises HiCacheSchedError: another hand-out is under way, or the current stream is being captured.
         """
         check_timeout(timeout)
-        with self._hand_out(fence) as hand_out:
+        turn = Turn()
+        try:
+            hand_out = self._begin_hand_out(turn, fence)
             found = hand_out.look(None)
             if found is PENDING:
                 task = asyncio.current_task()
                 with self._reported_slot_wait(None if task is None else task.get_name()):
                     found = await hand_out.waits.wait(hand_out.look, timeout, hand_out.what)
             return self._handed_out(found)
+        finally:
+            self._end_hand_out(turn)
 
     def start_loading_sync(self, timeout: float | None = None, *, fence: Any = None) -> LoadHandle | None:
         """`start_loading` for an engine scheduler that is a thread: where it would wait, this blocks."""
         check_timeout(timeout)
-        with self._hand_out(fence) as hand_out:
+        turn = Turn()
+        try:
+            hand_out = self._begin_hand_out(turn, fence)
             found = hand_out.look(None)
             if found is PENDING:
                 with self._reported_slot_wait(None):
                     found = hand_out.waits.block(hand_out.look, timeout, hand_out.what)
             return self._handed_out(found)
+        finally:
+            self._end_hand_out(turn)
 
     def pop_acks(self) -> list[LoadAck]:
         """Acks published since the last call, in order; each is given once. Empty with `poll_acks=False`."""
@@ -339,24 +347,29 @@ class TransferScheduler:
     def _handle(self, burst: Burst) -> LoadHandle:
         return LoadHandle(burst, self.device, self._event_sets, self._guard, self._observe)
 
-    @contextmanager
-    def _hand_out(self, fence: Any) -> Iterator[HandOut]:
+    def _begin_hand_out(self, turn: Turn, fence: Any) -> HandOut:
         self._guard.check()
-        number = self._protocol.begin_hand_out()
-        try:
-            if self._protocol.has_ops:
-                if self.device.is_capturing():
-                    raise HiCacheSchedError(
-                        "hand-out on a stream that is being captured: the start event would belong to the graph; "
-                        "call start_loading() before or after the capture"
-                    )
-                self._observe()
-            waits, launch = (self._polled, self._launch_inline) if self._is_inline else (self._notified, self._launch)
-            yield HandOut(self._protocol, number, fence or self.fence_stream, waits, launch)
-        finally:
-            if (burst := self._protocol.end_hand_out(number)) is not None:
-                self._failures.burst_failed(burst, "hand-out", None, HiCacheSchedError("the hand-out was interrupted"))
-                self._give_over(burst)
+        self._fail_unlaunched()
+        self._protocol.begin_hand_out(turn)
+        if self._protocol.has_ops:
+            if self.device.is_capturing():
+                raise HiCacheSchedError(
+                    "hand-out on a stream that is being captured: the start event would belong to the graph; "
+                    "call start_loading() before or after the capture"
+                )
+            self._observe()
+        waits, launch = (self._polled, self._launch_inline) if self._is_inline else (self._notified, self._launch)
+        return HandOut(self._protocol, turn, fence or self.fence_stream, waits, launch)
+
+    def _end_hand_out(self, turn: Turn) -> None:
+        self._protocol.end_hand_out(turn)
+        self._fail_unlaunched()
+
+    def _fail_unlaunched(self) -> None:
+        """A hand-out that Ctrl-C interrupted between its claim and its launch leaves a burst, which owes an ack."""
+        if (burst := self._protocol.take_unlaunched()) is not None:
+            self._failures.burst_failed(burst, "hand-out", None, HiCacheSchedError("the hand-out was interrupted"))
+            self._give_over(burst)
 
     def _launch(self, burst: Burst, fence_stream: Stream | None) -> None:
         """Record the events and queue the burst; it is queued whatever happens, as it has a slot and owes an ack."""
@@ -383,6 +396,9 @@ class TransferScheduler:
             say("warning", "scheduler_downgraded", mode="inline", why="loading goes on after close()")
         try:
             self._submission.submit_inline(burst, fence_stream)
+        except BaseException:
+            self._submission.abandon(burst)  # Ctrl-C where `submit_inline` does not see to it
+            raise
         finally:
             self._give_over(burst)
 
@@ -409,12 +425,14 @@ class TransferScheduler:
     def _begin_reset(self) -> None:
         self._guard.check()
         self._check_not_inside("reset")
+        self._fail_unlaunched()
         self._protocol.begin_reset()
 
     def _begin_close(self) -> bool:
         """False where there is nothing to close."""
         self._guard.check()
         self._check_not_inside("close")
+        self._fail_unlaunched()
         return self._protocol.begin_close()
 
     def _look_closed(self, waiter: Waiter | None) -> bool | Pending:

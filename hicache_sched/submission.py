@@ -102,9 +102,11 @@ class Submission:
 
     def abandon(self, burst: Burst) -> None:
         """Fail a burst whose submission was interrupted at a point that nothing is known about."""
-        assert burst.events is not None, "a burst that has begun keeps its events until it ends"
         interrupted = RuntimeError("the data plane's thread was interrupted while it submitted the burst")
-        self._fail(burst, burst.events, interrupted)
+        if burst.events is None:
+            self._failures.burst_failed(burst, burst.plane_stage, None, interrupted)
+        elif burst.error is None:
+            self._fail(burst, burst.events, interrupted)
         burst.mark_submitted()
 
     def _begin(self, burst: Burst) -> EventSet | None:

@@ -65,8 +65,15 @@ def check_timeout(timeout: float | None) -> None:
 
 
 def wake_all(waiters: Iterable[Waiter]) -> None:
-    for waiter in waiters:
-        waiter.wake()
+    """Wake each of them; where that is interrupted, the others are woken all the same."""
+    remaining = list(waiters)
+    try:
+        while remaining:
+            remaining[-1].wake()
+            remaining.pop()
+    finally:
+        if remaining:
+            wake_all(remaining)
 
 
 class ThreadWaiter:
@@ -104,9 +111,11 @@ class LoopWaiter:
         self.name = name
 
     def wake(self) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and with it went whoever awaited
+        try:
             # Futures of a loop are touched only on its thread.
             self._loop.call_soon_threadsafe(self._resolve)
+        except RuntimeError:
+            _forget(self)  # the loop is closed; registered here, whoever awaited could not even be collected
 
     def _resolve(self) -> None:
         if not self.future.done():

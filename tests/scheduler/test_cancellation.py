@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import uvloop
 
 from hicache_sched import AckStatus, LoadCancelledError, LoadHandle
 from hicache_sched.device import EmulatedDevice
@@ -119,6 +124,72 @@ async def test_a_hand_out_whose_timeout_meets_the_free_slot_loses_nothing(
         assert handle.node_ids == (2 * round_number + 1,)
         await handle
     assert [ack.burst_id for ack in scheduler.pop_acks()] == list(range(1, 61))
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_hand_out_whose_loop_was_closed_under_it_leaves_its_ops_to_the_next(
+    device: EmulatedDevice, make_scheduler: MakeScheduler, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    scheduler = make_scheduler(num_slots=1)
+    device.hold("h2d")
+    first = hand_out(scheduler, 1)
+    scheduler.load(load_op(2))
+    loop = new_loop()
+    loop.call_soon(loop.create_task, scheduler.start_loading())
+    for _ in range(3):
+        loop.run_until_complete(asyncio.sleep(0))
+    with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(io.StringIO()):
+        loop.set_exception_handler(lambda loop, context: None)  # asyncio reports the task that is lost with it
+        loop.close()
+        device.resume("h2d")
+        first.result(timeout=30)
+        gc.collect()
+        assert hand_out(scheduler, 3).node_ids == (2, 3)
+
+
+def interrupt_in(monkeypatch: pytest.MonkeyPatch, where: object, name: str) -> None:
+    """Raise Ctrl-C once, when a method has done its work but not returned: there CPython looks for signals."""
+    method = getattr(where, name)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.undo()
+        method(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, name, interrupted)
+
+
+@pytest.mark.parametrize("mode", ["async", "inline"])
+@pytest.mark.parametrize("step", ["begin_hand_out", "look_for_slot", "launched"])
+def test_ctrl_c_between_two_steps_of_a_hand_out_keeps_no_other_from_its_turn(
+    make_scheduler: MakeScheduler, monkeypatch: pytest.MonkeyPatch, mode: str, step: str
+) -> None:
+    scheduler = make_scheduler(mode=mode)
+    scheduler.load(load_op(1))
+    interrupt_in(monkeypatch, scheduler._protocol, step)
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.start_loading_sync(timeout=30)
+    hand_out(scheduler, 2).result(timeout=30)
+    assert sorted(node_id for ack in scheduler.pop_acks() for node_id in ack.node_ids) == [1, 2]
+    scheduler.reset(timeout=30)
+
+
+@pytest.mark.parametrize("mode", ["async", "inline"])
+def test_ctrl_c_before_a_hand_out_could_end_keeps_no_other_from_its_turn(
+    make_scheduler: MakeScheduler, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    scheduler = make_scheduler(mode=mode)
+
+    def interrupted(turn: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scheduler, "_end_hand_out", interrupted)
+    scheduler.load(load_op(1))
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.start_loading_sync(timeout=30)
+    gc.collect()  # pytest keeps the traceback, and with it the frame, no longer than this block
+    hand_out(scheduler, 2).result(timeout=30)
 
 
 # -- handle.cancel() -----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -212,6 +213,47 @@ def test_waiting_for_a_later_burst_inside_a_callback_raises_instead_of_waiting_f
     device.step("h2d", 4)
     first.result(timeout=30)
     assert ["inside a callback" in str(error) for error in errors] == [True]
+
+
+class InterruptOnLine:
+    """A trace function that raises Ctrl-C once, before a line of a function."""
+
+    def __init__(self, function: str, line: int) -> None:
+        self.done = False
+        self._function = function
+        self._line = line
+
+    def __call__(self, frame: Any, event: str, arg: object) -> Any:
+        if frame.f_code.co_name != self._function:
+            return None
+        lines = iter(range(self._line))
+
+        def on_line(frame: Any, event: str, arg: object) -> Any:
+            if event == "line" and not self.done and next(lines, None) is None:
+                self.done = True
+                raise KeyboardInterrupt
+            return on_line
+
+        return on_line
+
+
+def test_ctrl_c_at_the_edge_of_an_observation_keeps_nobody_from_observing(
+    device: EmulatedDevice, make_scheduler: MakeScheduler
+) -> None:
+    scheduler = make_scheduler(mode="inline", num_slots=1)
+    device.hold("h2d")
+    handle = hand_out(scheduler, 1)
+    for line in range(6):  # all before the `finally`, in which CPython makes no call and takes no signal
+        before, interrupt = sys.gettrace(), InterruptOnLine("observe", line)
+        sys.settrace(interrupt)
+        try:
+            with pytest.raises((KeyboardInterrupt, TransferTimeoutError)):
+                handle.result(timeout=0.01)
+        finally:
+            sys.settrace(before)
+        assert interrupt.done
+    device.resume("h2d")
+    assert handle.result(timeout=30).status is AckStatus.OK
 
 
 def test_a_keyboard_interrupt_during_submission_is_the_callers_and_the_burst_has_failed(

@@ -46,10 +46,10 @@ async def test_index_tensors_and_plans_live_until_the_burst_has_landed(
     backend = ForgetfulBackend(device)
     scheduler = make_scheduler(backend, mode=mode)
     device.hold("h2d")
-    tensors = [torch.arange(4), torch.arange(4)]
-    references = [weakref.ref(tensor) for tensor in tensors]
-    scheduler.load(LoadOp(1, *tensors))
-    del tensors
+    host_indices, device_indices = torch.arange(4), torch.arange(4)
+    references = [weakref.ref(host_indices), weakref.ref(device_indices)]
+    scheduler.load(LoadOp(1, host_indices, device_indices))
+    del host_indices, device_indices
     handle = await scheduler.start_loading()
     assert handle is not None
     await handle.enqueued(3)

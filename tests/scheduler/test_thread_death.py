@@ -26,7 +26,7 @@ from hicache_sched.job import Jobs
 from hicache_sched.landing import BurstEnd
 from hicache_sched.protocol import TransferProtocol
 from hicache_sched.submission import Submission
-from hicache_sched.waiting import LoopWaiter, ThreadWaiter
+from hicache_sched.waiting import LoopWaiter, ThreadWaiter, wake_all
 from tests.builders import LaunchingBackend, MakeScheduler, hand_out, load_op
 from tests.scheduler.crowd import WAIT, Loops, errors_of, eventually, in_thread, parked_crowd
 
@@ -385,6 +385,16 @@ def test_a_waiting_hand_out_does_not_mind_the_loop(setup: Setup, interrupt: Call
     handle = waiting.result(WAIT)
     assert handle.result(WAIT).status is AckStatus.OK
     setup.assert_served(*[AckStatus.OK] * 4)
+
+
+@pytest.mark.parametrize("killed_at", range(3))
+def test_a_thread_killed_between_two_wake_ups_gives_the_others(monkeypatch: pytest.MonkeyPatch, killed_at: int) -> None:
+    waiters = [ThreadWaiter() for _ in range(3)]
+    raised = Step(threading.current_thread().name, ThreadWaiter, "wake").interrupt(monkeypatch, "before", killed_at + 1)
+    with pytest.raises(SystemExit):
+        wake_all(waiters)
+    assert raised.is_set()
+    assert [waiter._gate.acquire(blocking=False) for waiter in waiters] == [True] * 3
 
 
 # -- at a step --------------------------------------------------------------------------------------------------------
