@@ -117,7 +117,7 @@ class LoadHandle:
         return self._outcome(burst.waits.block(burst.look_ended, timeout, f"burst {burst.id}"))
 
     def done(self) -> bool:
-        """Whether `result` would return or raise at once."""
+        """Whether `result` would return or raise at once; so for a cancelled burst before its ack is there."""
         self._observe()
         return self._burst.ended or self._burst.cancelled
 

@@ -1,7 +1,7 @@
 """The state that engine, data plane and landing observer share, and the atomic steps they make on it.
 
 Every method is one step: one critical section, so that what happens between two of them is an interleaving of whole
-steps. `tests/protocol` explores all of those on a model with the same steps under the same names.
+steps. `tests/protocol` explores all of those on a model that makes the same steps.
 
 Locks are taken in one order, this one's before a burst's, and nobody is woken, called back or logged to while one is
 held.

@@ -99,6 +99,8 @@ class TransferScheduler:
     def start(self) -> None:
         """Bind the backend, make streams and events, and in async mode the threads. Does nothing while started.
 
+        From here on close it: its threads keep a scheduler that is dropped without `close` until the process ends.
+
         :raises HiCacheSchedError: it was closed; a closed scheduler works inline as it is.
         """
         self._guard.check()
@@ -151,7 +153,8 @@ class TransferScheduler:
         """Drain what was handed out, run its callbacks, end the threads; the scheduler then works inline.
 
         Load ops that no hand-out has taken stay queued. A hand-out that waits for a slot raises
-        `SchedulerClosedError`. Idempotent, from any thread but the scheduler's own.
+        `SchedulerClosedError`. Idempotent, from any thread but the scheduler's own. Before `start` it does nothing.
+        Where Ctrl-C interrupts it, the scheduler goes on closing: close again.
 
         :param timeout: seconds to wait at most, None for no limit.
         :raises TransferTimeoutError: `timeout` ran out, as a driver call is stuck. Until a later `close` succeeds
@@ -228,6 +231,7 @@ class TransferScheduler:
 
         :raises InvalidLoadError: the op is malformed; nothing has changed.
         :raises SchedulerClosedError: the scheduler is closing, or this is a forked child.
+        :raises HiCacheSchedError: a reset is under way, which would drop the op.
         """
         self._guard.check()
         check_op(op, self._protocol.pool_names)

@@ -312,7 +312,10 @@ class Protocol:
                 yield self.step("hand-out: waits", s._replace(hand_out=hand_out), owed=False)
 
     def hand_out_waits(self, s: State, hand_out: HandOut) -> Iterator[Move[State]]:
-        """A waiting hand-out looks again, or is cancelled or times out; meanwhile an op may join."""
+        """A waiting hand-out looks again, or is cancelled or times out; meanwhile an op may join.
+
+        One that first looks after a close has ended claims here; the scheduler is stricter and raises.
+        """
         gone = s._replace(hand_out=None)
         if hand_out.epoch != s.epoch and self.keeps(Mechanism.HAND_OUT_LOOKS_AT_EPOCH):
             yield self.step("hand-out: returns None after a reset", gone)
