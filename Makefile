@@ -31,7 +31,7 @@ test: $(STAMP) ## all tests; ARGS= goes to pytest
 
 .PHONY: cov
 cov: $(STAMP) ## the same, with coverage
-	$(BIN)/python -m pytest --cov $(ARGS)
+	$(BIN)/python -m pytest $(ARGS) --cov
 
 .PHONY: lint
 lint: $(STAMP) ## ruff: rules and format

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from hicache_sched.ack import AckStatus, LoadAck
 from hicache_sched.burst import Burst
 from hicache_sched.copy.backend import BurstBackend
-from hicache_sched.data_plane import OwnThread
 from hicache_sched.device.binding import DeviceBinding
 from hicache_sched.device.runtime import Event, Stream
 from hicache_sched.errors import LoadFailedError
 from hicache_sched.event_set import EventSetPool
 from hicache_sched.failure import FailureDesk
 from hicache_sched.log import is_ctrl_c, say
+from hicache_sched.own_thread import ParkedThread
 from hicache_sched.protocol import ACK_BACKLOG, TransferProtocol
 from hicache_sched.waiting import PENDING, ThreadWaiter
 
@@ -88,7 +88,7 @@ def _duration_ms(burst: Burst) -> float | None:
         return None  # a runtime whose events have no timing
 
 
-class LandingObserver(OwnThread):
+class LandingObserver(ParkedThread):
     """Follows the oldest burst in flight, blocked in its next layer's event without the GIL."""
 
     def __init__(

@@ -8,8 +8,6 @@ a SystemExit got through) it is run again, and its jobs are taken up from the sh
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 from hicache_sched.config import EventLoop
 from hicache_sched.failure import FailureDesk
 from hicache_sched.job import Jobs
+from hicache_sched.own_thread import OwnThread
 
 
 def loop_factory(event_loop: EventLoop) -> tuple[Callable[[], asyncio.AbstractEventLoop], EventLoop]:
@@ -34,12 +33,8 @@ CANCEL_SECONDS = 1.0
 """How long the end of the loop waits for tasks that it has cancelled."""
 
 
-class LoopThread:
-    """Runs one event loop until it is told to stop.
-
-    Attributes:
-        ended: it has nothing more to do than to return; `on_end` is called on it after that.
-    """
+class LoopThread(OwnThread):
+    """Runs one event loop until it is told to stop."""
 
     def __init__(
         self,
@@ -49,21 +44,10 @@ class LoopThread:
         failures: FailureDesk,
         on_end: Callable[[], None],
     ) -> None:
+        super().__init__(name, failures, on_end)
         self._make_loop = make_loop
         self._jobs = jobs
-        self._failures = failures
-        self._on_end = on_end
-        self._stopping = False
-        self.ended = False
         self._loop = make_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    @property
-    def is_current(self) -> bool:
-        return threading.current_thread() is self._thread
-
-    def start(self) -> None:
-        self._thread.start()
 
     def call(self, fn: Callable[..., object], *args: Any) -> None:
         """Call `fn` on the loop thread soon; from any thread, never blocking.
@@ -78,19 +62,6 @@ class LoopThread:
         with suppress(RuntimeError):  # it has ended and its loop is closed
             self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def join(self, deadline: float | None) -> None:
-        """Wait until the thread has ended, or until `deadline` (`time.monotonic` seconds)."""
-        self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-
-    def _run(self) -> None:
-        while True:
-            with suppress(BaseException):  # interrupted while it reported that it had been
-                self._run_until_stopped()
-                self._close_loop()
-                self.ended = True
-                self._on_end()
-                return
-
     def _run_until_stopped(self) -> None:
         while not self._stopping:
             try:
@@ -103,7 +74,8 @@ class LoopThread:
                     raise RuntimeError("the event loop was stopped by somebody else")
             except BaseException as exc:
                 if not self._stopping:
-                    self._failures.thread_failed(self._thread.name, exc)
+                    self._failures.thread_failed(self._name, exc)
+        self._close_loop()
 
     def _close_loop(self) -> None:
         if self._loop.is_closed():
@@ -112,7 +84,7 @@ class LoopThread:
             self._jobs.abandon()
             self._loop.run_until_complete(_cancel_all_tasks())
         except BaseException as exc:
-            self._failures.thread_failed(self._thread.name, exc)
+            self._failures.thread_failed(self._name, exc)
         finally:
             asyncio.set_event_loop(None)
             self._loop.close()

@@ -253,6 +253,7 @@ class TransferScheduler:
         :raises DeviceLostError: the device is lost.
         :raises HiCacheSchedError: another hand-out is under way, or the current stream is being captured.
         """
+        self._guard.check()  # before the `try`: its end takes a lock, which in a forked child may be held for ever
         check_timeout(timeout)
         turn = Turn()
         try:
@@ -268,6 +269,7 @@ class TransferScheduler:
 
     def start_loading_sync(self, timeout: float | None = None, *, fence: Any = None) -> LoadHandle | None:
         """`start_loading` for an engine scheduler that is a thread: where it would wait, this blocks."""
+        self._guard.check()  # before the `try`: its end takes a lock, which in a forked child may be held for ever
         check_timeout(timeout)
         turn = Turn()
         try:
@@ -352,7 +354,6 @@ class TransferScheduler:
         return LoadHandle(burst, self.device, self._event_sets, self._guard, self._observe)
 
     def _begin_hand_out(self, turn: Turn, fence: Any) -> HandOut:
-        self._guard.check()
         self._fail_unlaunched()
         self._protocol.begin_hand_out(turn)
         if self._protocol.has_ops:
