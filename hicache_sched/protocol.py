@@ -38,16 +38,18 @@ class Lifecycle(Enum):
 class Turn:
     """The turn of one hand-out; at most one is under way.
 
-    It is over when the hand-out ends it, when a reset or a close does, or when nobody holds it any more: a hand-out
-    whose end was interrupted, or whose loop was closed under it, does not keep the next from its turn.
+    It is over when the hand-out says so, when a reset or a close ends it, or when nobody holds it any more: a
+    hand-out whose loop was closed under it does not keep the next from its turn.
 
     Attributes:
+        over: set by the hand-out when it leaves.
         closed: a close ended it.
     """
 
-    __slots__ = ("__weakref__", "closed")
+    __slots__ = ("__weakref__", "closed", "over")
 
     def __init__(self) -> None:
+        self.over = False
         self.closed = False
 
 
@@ -125,7 +127,7 @@ class TransferProtocol:
             self._queue.append(op, self.pool_names[0])
 
     def begin_hand_out(self, turn: Turn) -> None:
-        """Enter a hand-out; `end_hand_out` leaves it."""
+        """Enter a hand-out; setting `turn.over` leaves it."""
         with self._lock:
             if self._lifecycle is Lifecycle.NEW:
                 raise SchedulerClosedError(
@@ -170,11 +172,6 @@ class TransferProtocol:
     def launched(self) -> None:
         """The burst of the last hand-out is on its way."""
         self._unlaunched = None
-
-    def end_hand_out(self, turn: Turn) -> None:
-        with self._lock:
-            if self._current_turn is turn:
-                self._turn = None
 
     def take_unlaunched(self) -> Burst | None:
         """The burst that a hand-out claimed but was interrupted before it launched it; None while one may yet."""
@@ -350,7 +347,8 @@ class TransferProtocol:
 
     @property
     def _current_turn(self) -> Turn | None:
-        return None if self._turn is None else self._turn()
+        turn = None if self._turn is None else self._turn()
+        return None if turn is None or turn.over else turn
 
     @property
     def _is_drained(self) -> bool:

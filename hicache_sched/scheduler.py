@@ -265,7 +265,8 @@ class TransferScheduler:
                     found = await hand_out.waits.wait(hand_out.look, timeout, hand_out.what)
             return self._handed_out(found)
         finally:
-            self._end_hand_out(turn)
+            turn.over = True  # no call: Ctrl-C interrupts CPython after calls, and this has to be done
+            self._fail_unlaunched()
 
     def start_loading_sync(self, timeout: float | None = None, *, fence: Any = None) -> LoadHandle | None:
         """`start_loading` for an engine scheduler that is a thread: where it would wait, this blocks."""
@@ -280,7 +281,8 @@ class TransferScheduler:
                     found = hand_out.waits.block(hand_out.look, timeout, hand_out.what)
             return self._handed_out(found)
         finally:
-            self._end_hand_out(turn)
+            turn.over = True  # no call: Ctrl-C interrupts CPython after calls, and this has to be done
+            self._fail_unlaunched()
 
     def pop_acks(self) -> list[LoadAck]:
         """Acks published since the last call, in order; each is given once. Empty with `poll_acks=False`."""
@@ -365,10 +367,6 @@ class TransferScheduler:
             self._observe()
         waits, launch = (self._polled, self._launch_inline) if self._is_inline else (self._notified, self._launch)
         return HandOut(self._protocol, turn, fence or self.fence_stream, waits, launch)
-
-    def _end_hand_out(self, turn: Turn) -> None:
-        self._protocol.end_hand_out(turn)
-        self._fail_unlaunched()
 
     def _fail_unlaunched(self) -> None:
         """A hand-out that Ctrl-C interrupted between its claim and its launch leaves a burst, which owes an ack."""

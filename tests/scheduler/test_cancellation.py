@@ -180,16 +180,19 @@ def test_ctrl_c_before_a_hand_out_could_end_keeps_no_other_from_its_turn(
 ) -> None:
     scheduler = make_scheduler(mode=mode)
 
-    def interrupted(turn: object) -> None:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(scheduler, "_end_hand_out", interrupted)
     scheduler.load(load_op(1))
-    with pytest.raises(KeyboardInterrupt):
+    calls = iter(range(2))
+
+    def interrupted() -> None:
+        if next(calls, 1):  # the second, which ends the hand-out
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(scheduler, "_fail_unlaunched", interrupted)
+    with pytest.raises(KeyboardInterrupt) as held:  # and with it the frames of the hand-out
         scheduler.start_loading_sync(timeout=30)
-    gc.collect()  # pytest keeps the traceback, and with it the frame, no longer than this block
     hand_out(scheduler, 2).result(timeout=30)
+    del held
 
 
 # -- handle.cancel() -----------------------------------------------------------------------------------------------

@@ -209,7 +209,7 @@ async def test_a_hand_out_that_waits_raises_at_once_and_its_ops_stay(
     hand_out(scheduler, 1)
     scheduler.load(load_op(2))
     waiting = asyncio.ensure_future(start_loading(scheduler))
-    await until(lambda: scheduler._protocol._turn is not None)
+    await until(lambda: scheduler._protocol._current_turn is not None)
     await looks_again(scheduler)
     closing = await begun(scheduler, close(scheduler))
     with pytest.raises(SchedulerClosedError):

@@ -335,7 +335,7 @@ def test_inline_bursts_on_the_device_end_and_a_waiting_hand_out_raises(
         assert errors_of([crowd.waits[layer][1] for layer in range(NUM_LAYERS)]) == [None] * NUM_LAYERS
     scheduler.load(load_op(4))
     waiting = in_thread(lambda: scheduler.start_loading_sync(WAIT))
-    eventually(lambda: scheduler._protocol._turn is not None)
+    eventually(lambda: scheduler._protocol._current_turn is not None)
     error = lose(device)
     assert_lost(waiting.exception(WAIT), error)
     for crowd in crowds:

@@ -72,7 +72,7 @@ async def waiting_hand_out(
     first = hand_out(scheduler, 1)
     scheduler.load(load_op(2))
     waiting = asyncio.ensure_future(start_loading(scheduler))
-    await until(lambda: scheduler._protocol._turn is not None)
+    await until(lambda: scheduler._protocol._current_turn is not None)
     await looks_again(scheduler)
     assert not waiting.done()
     return first, waiting
