@@ -22,6 +22,7 @@ from hicache_sched import (
 from hicache_sched.device import EmulatedDevice
 from hicache_sched.protocol import Lifecycle
 from tests.builders import LaunchingBackend, MakeScheduler, hand_out, load_op
+from tests.scheduler.looking import looks_again, until
 
 Close = Callable[..., Awaitable[None]]
 StartLoading = Callable[[TransferScheduler], Awaitable[LoadHandle | None]]
@@ -43,25 +44,11 @@ def start_loading(request: pytest.FixtureRequest) -> StartLoading:
     return lambda scheduler: asyncio.to_thread(scheduler.start_loading_sync, 30)
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Return once another thread or task has made `condition` true."""
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0)
-
-
 async def begun(scheduler: TransferScheduler, closing: Awaitable[None]) -> asyncio.Future[None]:
     """A close that has entered its wait, or wrongly returned."""
     future = asyncio.ensure_future(closing)
     await until(lambda: scheduler._protocol.lifecycle is Lifecycle.CLOSING or future.done())
     return future
-
-
-async def looks_again(scheduler: TransferScheduler) -> None:
-    """Make whoever waits for a slot or for a close look once more, and give them the time to."""
-    scheduler._protocol.wake()
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(asyncio.Event().wait(), 0.02)
 
 
 def our_threads() -> list[str]:

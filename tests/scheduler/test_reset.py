@@ -22,6 +22,7 @@ from hicache_sched import (
 from hicache_sched.device import EmulatedDevice
 from hicache_sched.waiting import Pending, Waiter
 from tests.builders import LaunchingBackend, MakeScheduler, hand_out, load_op
+from tests.scheduler.looking import looks_again, until
 
 Reset = Callable[..., Awaitable[None]]
 StartLoading = Callable[[TransferScheduler], Awaitable[LoadHandle | None]]
@@ -43,25 +44,11 @@ def start_loading(request: pytest.FixtureRequest) -> StartLoading:
     return lambda scheduler: asyncio.to_thread(scheduler.start_loading_sync, 30)
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Return once another thread or task has made `condition` true."""
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0)
-
-
 async def begun(scheduler: TransferScheduler, resetting: Awaitable[None]) -> asyncio.Future[None]:
     """A reset that has entered its wait, or wrongly returned."""
     future = asyncio.ensure_future(resetting)
     await until(lambda: scheduler._protocol._resetting or future.done())
     return future
-
-
-async def looks_again(scheduler: TransferScheduler) -> None:
-    """Make whoever waits for a slot or for a reset look once more, and give them the time to."""
-    scheduler._protocol.wake()
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(asyncio.Event().wait(), 0.02)
 
 
 async def waiting_hand_out(

@@ -11,6 +11,7 @@ import pytest
 from hicache_sched import AckStatus, HiCacheSchedError, LoadHandle, TransferScheduler, TransferTimeoutError
 from hicache_sched.device import EmulatedDevice
 from tests.builders import LaunchingBackend, MakeScheduler, hand_out, load_op
+from tests.scheduler.looking import looks_again
 
 StartLoading = Callable[..., Awaitable[LoadHandle | None]]
 
@@ -25,13 +26,6 @@ def start_loading(request: pytest.FixtureRequest) -> Callable[[TransferScheduler
         return lambda **kwargs: asyncio.to_thread(scheduler.start_loading_sync, **kwargs)
 
     return of
-
-
-async def looks_again(scheduler: TransferScheduler) -> None:
-    """Make a waiting hand-out look at its slot once more, and give it the time to."""
-    scheduler._protocol.wake()
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(asyncio.Event().wait(), 0.02)
 
 
 @pytest.mark.parametrize("stuck", ["queued", "enqueuing", "on the device"])
