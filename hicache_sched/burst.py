@@ -307,7 +307,7 @@ class Burst:
                     del self._waiters[watch]
 
     def waiter_names(self) -> list[str]:
-        """Who waits for it now, in no particular order."""
+        """Who waits for it now, sorted."""
         with self.lock:
             return sorted({waiter.name for waiters in self._waiters.values() for waiter in waiters if waiter.name})
 

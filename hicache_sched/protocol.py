@@ -134,7 +134,7 @@ class TransferProtocol:
                     "hand-out before start(): call start() first, or use the scheduler in `with`"
                 )
             self._check_not_closing()
-            self._check_not_lost()
+            self.check_not_lost()
             if self._current_turn is not None:
                 raise HiCacheSchedError(
                     "a second hand-out while one is under way: one engine thread or loop drives a scheduler; "
@@ -155,7 +155,7 @@ class TransferProtocol:
                 raise SchedulerClosedError("the scheduler was closed during the hand-out; its load ops are queued")
             if self._current_turn is not turn or not self._queue:
                 return None
-            self._check_not_lost()
+            self.check_not_lost()
             assert self._slots is not None
             slot = self._slots.next
             if self._resetting or not slot.is_free:
@@ -291,6 +291,11 @@ class TransferProtocol:
         self.wake()
         return True
 
+    def check_not_lost(self) -> None:
+        """:raises DeviceLostError: a fresh one, for each who asks, once the device is lost."""
+        if self.lost is not None:
+            raise DeviceLostError(*self.lost.args) from self.lost.__cause__
+
     def wake(self) -> None:
         """Make whoever waits for a slot, a reset or a close look again."""
         with self._lock:
@@ -374,7 +379,3 @@ class TransferProtocol:
                 "the scheduler is closing: a burst may still be under way on its h2d stream; "
                 "load again once close() has returned"
             )
-
-    def _check_not_lost(self) -> None:
-        if self.lost is not None:
-            raise DeviceLostError(*self.lost.args) from self.lost.__cause__

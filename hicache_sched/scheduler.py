@@ -409,7 +409,7 @@ class TransferScheduler:
         if burst is None:
             return None
         if isinstance(burst.error, DeviceLostError):
-            raise DeviceLostError(*burst.error.args) from burst.error.__cause__
+            self._protocol.check_not_lost()
         return self._handle(burst)
 
     @contextmanager

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 
-from hicache_sched import TransferScheduler
+from hicache_sched import LoadHandle, TransferScheduler
+
+StartLoading = Callable[[TransferScheduler], Awaitable[LoadHandle | None]]
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -22,10 +22,9 @@ from hicache_sched import (
 from hicache_sched.device import EmulatedDevice
 from hicache_sched.protocol import Lifecycle
 from tests.builders import LaunchingBackend, MakeScheduler, hand_out, load_op
-from tests.scheduler.looking import looks_again, until
+from tests.scheduler.looking import StartLoading, looks_again, until
 
 Close = Callable[..., Awaitable[None]]
-StartLoading = Callable[[TransferScheduler], Awaitable[LoadHandle | None]]
 
 
 @pytest.fixture(params=["async", "sync"])
@@ -34,14 +33,6 @@ def close(request: pytest.FixtureRequest) -> Close:
     if request.param == "async":
         return TransferScheduler.aclose
     return lambda scheduler, timeout=30: asyncio.to_thread(scheduler.close, timeout)
-
-
-@pytest.fixture(params=["async", "sync"])
-def start_loading(request: pytest.FixtureRequest) -> StartLoading:
-    """A hand-out as a coroutine, whichever twin makes it."""
-    if request.param == "async":
-        return TransferScheduler.start_loading
-    return lambda scheduler: asyncio.to_thread(scheduler.start_loading_sync, 30)
 
 
 async def begun(scheduler: TransferScheduler, closing: Awaitable[None]) -> asyncio.Future[None]:
