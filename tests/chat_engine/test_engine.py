@@ -1,0 +1,335 @@
+"""The engine gives the model's own answers, whatever happens to the KV cache underneath."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+import structlog
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from chat_engine.audit import Audit
+from chat_engine.engine import EngineClosedError
+from tests.chat_engine.builders import TOKENS_PER_NODE, Mode, Served, answer, prompt_of, serve
+
+WAYS: list[Mode | None] = [None, "inline", "async"]
+RELOADS: list[Mode] = ["inline", "async"]
+
+
+async def hold_chats(served: Served, model: Any) -> None:
+    """Three chats of four turns at once, far too much for the device; all answers have to be right."""
+
+    async def chat(seed: int) -> None:
+        for num_tokens in (13, 25, 37, 50):
+            prompt = prompt_of(seed, num_tokens)
+            assert (await served.engine.generate(prompt, 4)).tokens == answer(model, prompt, 4)
+
+    await asyncio.gather(*map(chat, range(3)))
+
+
+# -- the same tokens ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", WAYS)
+async def test_chats_get_the_models_own_answers(model: Any, mode: Mode | None) -> None:
+    async with serve(model, mode=mode) as served:
+        await hold_chats(served, model)
+        assert (served.engine.metrics.reloaded_tokens > 0) == (mode is not None)
+
+
+@pytest.mark.parametrize("mode", RELOADS)
+async def test_what_is_reloaded_is_not_computed_again(model: Any, mode: Mode) -> None:
+    prompt = prompt_of(1, 4 * TOKENS_PER_NODE + 3)
+    async with serve(model, mode=mode) as served:
+        await served.ask_and_evict(prompt)
+        computed = served.engine.metrics.computed_tokens
+        await served.ask(prompt)
+        assert served.engine.metrics.reloaded_tokens == 4 * TOKENS_PER_NODE
+        assert served.engine.metrics.computed_tokens - computed == 3
+
+
+@pytest.mark.parametrize("mode", RELOADS)
+async def test_reloaded_keys_and_values_are_those_first_computed(model: Any, mode: Mode) -> None:
+    audit = Audit()
+    async with serve(model, mode=None, device_tokens=256, audit=audit) as served:
+        await hold_chats(served, model)
+    first_looks = audit.compared
+    async with serve(model, mode=mode, audit=audit) as served:
+        await hold_chats(served, model)
+        assert served.engine.metrics.reloaded_tokens > 0
+    assert audit.compared > first_looks
+    assert audit.differing == []
+
+
+async def test_a_reply_ends_with_the_token_that_ends_it(model: Any) -> None:
+    prompt = prompt_of(1, 20)
+    said = answer(model, prompt, 8)
+    end = next(token for token in said if said.index(token) > 0)
+    async with serve(model, eos_token_ids=[end]) as served:
+        reply = await served.engine.generate(prompt, 8)
+        assert reply.tokens == said[: said.index(end)]
+        assert reply.is_whole
+        assert not (await served.engine.generate(prompt, 1)).is_whole
+
+
+async def test_a_prefix_outlives_a_host_pool_that_is_too_small_for_all(model: Any) -> None:
+    async with serve(model, host_tokens=5 * TOKENS_PER_NODE) as served:
+        await hold_chats(served, model)
+
+
+async def test_a_host_pool_smaller_than_a_node_is_of_no_use_but_does_no_harm(model: Any) -> None:
+    async with serve(model, host_tokens=TOKENS_PER_NODE // 2) as served:
+        await hold_chats(served, model)
+        assert served.engine.metrics.reloaded_tokens == 0
+
+
+# -- room -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", WAYS)
+async def test_requests_wait_where_the_pool_has_room_for_one(model: Any, mode: Mode | None) -> None:
+    async with serve(model, mode=mode, device_tokens=56) as served:
+        await hold_chats(served, model)
+        assert served.engine.metrics.waits_for_room > 0
+
+
+async def test_requests_are_admitted_in_the_order_they_came(model: Any) -> None:
+    finished: list[asyncio.Task[list[int]]] = []
+    async with serve(model, device_tokens=56) as served:
+        clients = [served.ask(prompt_of(seed, size)) for seed, size in ((1, 50), (2, 50), (3, 9))]
+        for client in clients:
+            client.add_done_callback(finished.append)
+        await asyncio.gather(*clients)
+    assert finished == clients
+
+
+async def test_two_requests_compute_a_shared_prefix_once(model: Any) -> None:
+    prompts = [prompt_of(1, 24) + prompt_of(seed, 5) for seed in (2, 3)]
+    async with serve(model) as served:
+        assert await asyncio.gather(*map(served.ask, prompts)) == [answer(model, prompt, 4) for prompt in prompts]
+        assert served.engine.metrics.computed_tokens == 24 + 5 + 5
+
+
+# -- sharing --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", RELOADS)
+async def test_two_conversations_reload_a_shared_prefix_once(model: Any, mode: Mode) -> None:
+    shared = prompt_of(1, 24)
+    prompts = [shared + prompt_of(seed, 5) for seed in (2, 3)]
+    async with serve(model, mode=mode) as served:
+        await served.ask_and_evict([*shared, 7])
+        assert await asyncio.gather(*map(served.ask, prompts)) == [answer(model, prompt, 4) for prompt in prompts]
+        assert served.engine.metrics.reloaded_tokens == 24
+        assert len(served.engine.metrics.hand_outs) == 1
+
+
+async def test_one_that_comes_while_the_prefix_is_on_its_way_waits_for_the_same_burst(model: Any) -> None:
+    prompt = prompt_of(1, 30)
+    async with serve(model) as served:
+        await served.ask_and_evict(prompt)
+        (first,) = await served.ask_and_hold(prompt)
+        second = served.ask(prompt)
+        served.backend.gate.set()
+        assert [await first, await second] == [answer(model, prompt, 4)] * 2
+        assert len(served.backend.loads) == 1
+
+
+@pytest.mark.parametrize("mode", RELOADS)
+async def test_two_conversations_whose_shared_reload_failed_both_get_their_answer(model: Any, mode: Mode) -> None:
+    prompts = [prompt_of(1, 24) + prompt_of(seed, 5) for seed in (2, 3)]
+    async with serve(model, mode=mode, fail_burst=1) as served:
+        await served.ask_and_evict(prompt_of(1, 25))
+        computed = served.engine.metrics.computed_tokens
+        assert await asyncio.gather(*map(served.ask, prompts)) == [answer(model, prompt, 4) for prompt in prompts]
+        assert served.engine.metrics.stale_bursts == 1
+        assert served.engine.metrics.computed_tokens - computed == 24 + 5 + 5, "what was stale is computed once"
+
+
+# -- failures -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", RELOADS)
+@pytest.mark.parametrize("fail_burst", [1, 2, 5])
+async def test_answers_are_right_when_a_reload_fails(model: Any, mode: Mode, fail_burst: int) -> None:
+    audit = Audit()
+    async with serve(model, mode=mode, fail_burst=fail_burst, audit=audit) as served:
+        await hold_chats(served, model)
+        assert served.engine.metrics.stale_bursts == 1
+    assert audit.compared
+    assert audit.differing == []
+
+
+async def test_the_log_names_the_nodes_that_are_stale(model: Any, logs: list[structlog.types.EventDict]) -> None:
+    prompt = prompt_of(1, 30)
+    async with serve(model, fail_burst=1) as served:
+        await served.ask_and_evict(prompt)
+        await served.ask(prompt)
+        (failed,) = [entry for entry in logs if entry["event"] == "burst_failed"]
+        assert list(failed["node_ids"]) == served.backend.loads[0]
+
+
+async def test_a_failed_reload_can_be_tried_again_after_the_next_eviction(model: Any) -> None:
+    prompt = prompt_of(1, 30)
+    async with serve(model, fail_burst=1) as served:
+        for _ in range(3):
+            assert await served.ask(prompt) == answer(model, prompt, 4)
+            await served.evict()
+        assert served.engine.metrics.stale_bursts == 1
+        assert served.engine.metrics.reloaded_tokens == 24
+
+
+async def test_a_lost_device_reaches_every_client(model: Any) -> None:
+    clients: list[asyncio.Task[list[int]]] = []
+
+    async def lose_it() -> None:
+        async with serve(model) as served:
+            await served.ask(prompt_of(1, 30))
+            clients.extend(served.ask(prompt_of(seed, 30)) for seed in (2, 3, 4))
+            served.device.lose(RuntimeError("the device fell off"))
+            await asyncio.wait(clients)
+
+    with pytest.raises(RuntimeError, match="fell off"):
+        await lose_it()
+    assert {str(client.exception()) for client in clients} == {"the device fell off"}
+
+
+async def test_a_model_that_raises_reaches_every_client(model: Any) -> None:
+    class Broken:
+        config, dtype = model.config, model.dtype
+
+        def __call__(self, *args: object, **kwargs: object) -> None:
+            raise ZeroDivisionError("broken")
+
+    clients: list[asyncio.Task[list[int]]] = []
+
+    async def ask_it() -> None:
+        async with serve(Broken()) as served:
+            clients.extend(served.ask(prompt_of(seed, 30)) for seed in range(6))
+            await asyncio.wait(clients)
+
+    with pytest.raises(ZeroDivisionError):
+        await ask_it()
+    assert {type(client.exception()) for client in clients} == {ZeroDivisionError}
+
+
+# -- clients that go away -------------------------------------------------------------------------------------------
+
+
+async def test_a_client_goes_away_while_its_prefix_is_being_reloaded(model: Any) -> None:
+    prompt = prompt_of(1, 30)
+    async with serve(model) as served:
+        await served.ask_and_evict(prompt)
+        (leaving,) = await served.ask_and_hold(prompt)
+        leaving.cancel()
+        staying = served.ask(prompt_of(2, 30))
+        served.backend.gate.set()
+        assert await staying == answer(model, prompt_of(2, 30), 4)
+        assert await served.ask(prompt) == answer(model, prompt, 4)
+        assert leaving.cancelled()
+
+
+async def test_a_reload_that_failed_for_a_client_that_went_away_is_forgotten(model: Any) -> None:
+    prompt = prompt_of(1, 30)
+    async with serve(model, fail_burst=1) as served:
+        await served.ask_and_evict(prompt)
+        (leaving,) = await served.ask_and_hold(prompt)
+        leaving.cancel()
+        served.backend.gate.set()
+        assert await served.ask(prompt) == answer(model, prompt, 4)
+
+
+async def test_one_of_two_that_share_a_reload_goes_away(model: Any) -> None:
+    prompts = [prompt_of(1, 24) + prompt_of(seed, 5) for seed in (2, 3)]
+    async with serve(model) as served:
+        await served.ask_and_evict(prompt_of(1, 25))
+        leaving, staying = await served.ask_and_hold(*prompts)
+        leaving.cancel()
+        served.backend.gate.set()
+        assert await staying == answer(model, prompts[1], 4)
+
+
+async def test_a_client_that_goes_away_before_it_was_admitted_leaves_nothing(model: Any) -> None:
+    async with serve(model, device_tokens=56) as served:
+        first, second = served.ask(prompt_of(1, 50)), served.ask(prompt_of(2, 50))
+        await asyncio.sleep(0)  # both have asked
+        second.cancel()
+        assert await first == answer(model, prompt_of(1, 50), 4)
+        assert await served.ask(prompt_of(3, 50)) == answer(model, prompt_of(3, 50), 4)
+
+
+# -- the engine's end -----------------------------------------------------------------------------------------------
+
+
+async def test_closing_tells_clients_that_there_will_be_no_reply(model: Any) -> None:
+    async with serve(model) as served:
+        clients = [served.ask(prompt_of(seed, 30)) for seed in range(8)]
+        await asyncio.sleep(0)  # all have asked
+    for client in clients:
+        with pytest.raises(EngineClosedError):
+            await client
+    with pytest.raises(EngineClosedError):
+        await served.engine.generate([1, 2, 3], 1)
+
+
+async def test_closing_waits_for_a_reload_that_is_under_way(model: Any) -> None:
+    prompt = prompt_of(1, 30)
+    async with serve(model) as served:
+        await served.ask_and_evict(prompt)
+        (client,) = await served.ask_and_hold(prompt)
+        asyncio.get_running_loop().call_later(0, served.backend.gate.set)
+    with pytest.raises(EngineClosedError):
+        await client
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_tokens", "message"),
+    [([], 4, "at least one"), ([1], 0, "at least 1"), ([1] * 60, 5, "needs more pages")],
+)
+async def test_a_request_that_makes_no_sense_is_refused(
+    model: Any, prompt: list[int], num_tokens: int, message: str
+) -> None:
+    async with serve(model) as served:
+        with pytest.raises(ValueError, match=message):
+            await served.engine.generate(prompt, num_tokens)
+
+
+# -- all of it at once ----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 2**32),
+    mode=st.sampled_from(WAYS),
+    device_tokens=st.sampled_from([56, 72, 120]),
+    host_tokens=st.sampled_from([24, 80, 256]),
+    fail_burst=st.none() | st.integers(1, 4),
+)
+async def test_any_crowd_gets_the_models_own_answers(
+    model: Any, seed: int, mode: Mode | None, device_tokens: int, host_tokens: int, fail_burst: int | None
+) -> None:
+    chance = random.Random(seed)
+    audit = Audit()
+
+    async def client(served: Served) -> None:
+        for _ in range(3):
+            prompt = prompt_of(chance.randrange(2), 8 * chance.randrange(3)) + prompt_of(
+                chance.randrange(2, 4), chance.randrange(1, 30)
+            )
+            asked = served.ask(prompt, 3)
+            if chance.random() < 0.3:
+                for _ in range(chance.randrange(40)):
+                    await asyncio.sleep(0)
+                asked.cancel()
+                await asyncio.wait([asked])
+            else:
+                assert await asked == answer(model, prompt, 3)
+
+    async with serve(
+        model, mode=mode, device_tokens=device_tokens, host_tokens=host_tokens, fail_burst=fail_burst, audit=audit
+    ) as served:
+        await asyncio.gather(*(client(served) for _ in range(4)))
+    assert audit.differing == []
