@@ -108,14 +108,10 @@ class Engine:
             )
         if self._closing:
             raise EngineClosedError("the engine is closed")
-        reply = asyncio.get_running_loop().create_future()
-        request = Request(list(prompt), max_new_tokens, time.perf_counter(), reply)
-        self._waiting.append(request)
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting.append(Request(list(prompt), max_new_tokens, time.perf_counter(), reply))
         self._changed.set()
-        try:
-            return await request.reply
-        finally:
-            self._changed.set()  # a client that goes away changes what there is to do, too
+        return await reply
 
     # -- the scheduler ------------------------------------------------------------------------------------------------
 

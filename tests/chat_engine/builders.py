@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -67,12 +67,30 @@ def answer(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
         logits = model(torch.tensor([tokens[-1:]]), cache=cache).logits
 
 
+class WatchedModel:
+    """A model that calls `before` and `after` around each forward, on the model thread."""
+
+    def __init__(
+        self, model: Any, before: Callable[[], object] = lambda: None, after: Callable[[], object] = lambda: None
+    ) -> None:
+        self.config, self.dtype = model.config, model.dtype
+        self._model = model
+        self._before, self._after = before, after
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._before()
+        output = self._model(*args, **kwargs)
+        self._after()
+        return output
+
+
 class WatchedBackend:
     """Passes bursts on, and says when one has begun; all of it can be made to wait.
 
     Attributes:
         begun: set, on the loop of the test, once a burst is being prepared.
         gate: cleared, it blocks the data plane before it prepares.
+        finish_gate: cleared, it keeps bursts from ending whose layers have all landed.
         loads: node ids of every burst.
     """
 
@@ -80,13 +98,14 @@ class WatchedBackend:
         self.begun = asyncio.Event()
         self.gate = threading.Event()
         self.gate.set()
+        self.finish_gate = threading.Event()
+        self.finish_gate.set()
         self.loads: list[list[int]] = []
         self.num_layers = backend.num_layers
         self.pool_names = backend.pool_names
         self.bind = backend.bind
         self.enqueue_layer = backend.enqueue_layer
-        self.finish = backend.finish
-        self._prepare = backend.prepare
+        self._prepare, self._finish = backend.prepare, backend.finish
         self._loop = asyncio.get_running_loop()
 
     def prepare(self, ops: Sequence[LoadOp]) -> Any:
@@ -94,6 +113,10 @@ class WatchedBackend:
         self._loop.call_soon_threadsafe(self.begun.set)
         self.gate.wait()
         return self._prepare(ops)
+
+    def finish(self, prepared: Any) -> None:
+        self.finish_gate.wait()
+        self._finish(prepared)
 
 
 _unused_seeds = itertools.count(1_000_000)
@@ -129,6 +152,11 @@ class Served:
             return (await self.engine.generate(prompt, num_tokens)).tokens
 
         return asyncio.create_task(client())
+
+    @property
+    def h2d_stream(self) -> Any:
+        assert self.transfers is not None, "this engine recomputes"
+        return self.transfers.h2d_stream
 
     async def ask_and_evict(self, prompt: Sequence[int]) -> None:
         """Ask for a prompt, and push what was computed of it off the device."""
@@ -179,6 +207,8 @@ async def serve(
             except BaseException:  # a test that failed leaves nothing waiting
                 if watched is not None:
                     watched.gate.set()
+                    watched.finish_gate.set()
+                device.resume("d2h")
                 raise
         assert engine.prefixes.leaks() == []
         assert transfers is None or transfers.idle

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from chat_engine.audit import Audit
 from chat_engine.engine import EngineClosedError
-from tests.chat_engine.builders import TOKENS_PER_NODE, Mode, Served, answer, prompt_of, serve
+from tests.chat_engine.builders import TOKENS_PER_NODE, Mode, Served, WatchedModel, answer, prompt_of, serve
 
 WAYS: list[Mode | None] = [None, "inline", "async"]
 RELOADS: list[Mode] = ["inline", "async"]
@@ -28,6 +30,17 @@ async def hold_chats(served: Served, model: Any) -> None:
             assert (await served.engine.generate(prompt, 4)).tokens == answer(model, prompt, 4)
 
     await asyncio.gather(*map(chat, range(3)))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """For what no asyncio event tells."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+def waits_for_the_evict_stream(calls: Sequence[tuple[Any, ...]]) -> bool:
+    """Whether the model thread has come to where it waits for evictions."""
+    return any(call == "wait_stream" for call, *_ in calls)
 
 
 # -- the same tokens ------------------------------------------------------------------------------------------------
@@ -149,6 +162,50 @@ async def test_two_conversations_whose_shared_reload_failed_both_get_their_answe
         assert served.engine.metrics.computed_tokens - computed == 24 + 5 + 5, "what was stale is computed once"
 
 
+# -- order ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_burst_waits_for_what_is_on_its_way_to_the_host(model: Any) -> None:
+    async with serve(model) as served:
+        await served.ask_and_evict(prompt_of(1, 30))
+        calls = served.device.record_calls()
+        await served.ask(prompt_of(1, 30))
+        fences = {obj for call, obj, stream, _ in calls if (call, stream) == ("record", served.memory.evict_stream)}
+        on_h2d = [(call, obj) for call, obj, stream, _ in calls if stream is served.h2d_stream]
+        first_layer = [call for call, _ in on_h2d].index("record")
+        assert fences & {obj for call, obj in on_h2d[:first_layer] if call == "wait"}
+
+
+async def test_a_forward_does_not_write_to_pages_that_are_on_their_way_to_the_host(model: Any) -> None:
+    evicted: list[bool] = []
+    watched_model = WatchedModel(model, before=lambda: evicted.append(served.memory.evict_stream.query()))
+    async with serve(watched_model) as served:
+        await served.ask(prompt_of(1, 60))
+        evicted.clear()
+        calls = served.device.record_calls()
+        served.device.hold("d2h")
+        client = served.ask(prompt_of(2, 60))
+        await until(lambda: bool(evicted) or waits_for_the_evict_stream(calls))
+        served.device.resume("d2h")
+        assert await client == answer(model, prompt_of(2, 60), 4)
+        assert all(evicted)
+
+
+async def test_a_step_waits_for_the_end_of_its_reload_and_is_not_run_twice(model: Any) -> None:
+    forwards: list[None] = []
+    async with serve(WatchedModel(model, after=lambda: forwards.append(None))) as served:
+        await served.ask_and_evict(prompt_of(1, 30))
+        forwards.clear()
+        served.backend.finish_gate.clear()  # layers land, and the burst does not end
+        client = served.ask(prompt_of(1, 30), 3)
+        await until(lambda: bool(forwards))
+        for _ in range(50):  # turns of the loop in which the engine could begin another step
+            await asyncio.sleep(0)
+        served.backend.finish_gate.set()
+        assert await client == answer(model, prompt_of(1, 30), 3)
+    assert len(forwards) == 3
+
+
 # -- failures -------------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +273,21 @@ async def test_a_model_that_raises_reaches_every_client(model: Any) -> None:
     assert {type(client.exception()) for client in clients} == {ZeroDivisionError}
 
 
+async def test_an_audit_that_raises_ends_the_engine(model: Any) -> None:
+    class Broken(Audit):
+        async def look_at(self, *args: object) -> None:
+            raise ZeroDivisionError("broken")
+
+    async def ask_it() -> None:
+        async with serve(model, audit=Broken()) as served:
+            await served.ask(prompt_of(1, 30))
+            with pytest.raises(ZeroDivisionError):
+                await served.ask(prompt_of(2, 30), 20)
+
+    with pytest.raises(ZeroDivisionError):
+        await ask_it()
+
+
 # -- clients that go away -------------------------------------------------------------------------------------------
 
 
@@ -242,6 +314,22 @@ async def test_a_reload_that_failed_for_a_client_that_went_away_is_forgotten(mod
         assert await served.ask(prompt) == answer(model, prompt, 4)
 
 
+async def test_a_reload_whose_client_went_away_makes_room_when_it_ends(model: Any) -> None:
+    prompts = [prompt_of(seed, 50) for seed in (1, 2)]
+    async with serve(model, device_tokens=56) as served:
+        await served.ask_and_evict(prompts[0])
+        calls = served.device.record_calls()
+        served.device.hold("d2h")  # neither the eviction nor, behind it, the reload can go on
+        leaving = served.ask(prompts[0])
+        await until(lambda: waits_for_the_evict_stream(calls))
+        leaving.cancel()
+        staying = served.ask(prompts[1])
+        served.device.step("d2h", 1)  # the forward can, and finds that nobody wants it
+        await until(lambda: served.engine.metrics.waits_for_room > 0)
+        served.device.resume("d2h")
+        assert await staying == answer(model, prompts[1], 4)
+
+
 async def test_one_of_two_that_share_a_reload_goes_away(model: Any) -> None:
     prompts = [prompt_of(1, 24) + prompt_of(seed, 5) for seed in (2, 3)]
     async with serve(model) as served:
@@ -250,6 +338,28 @@ async def test_one_of_two_that_share_a_reload_goes_away(model: Any) -> None:
         leaving.cancel()
         served.backend.gate.set()
         assert await staying == answer(model, prompts[1], 4)
+
+
+async def test_a_client_goes_away_during_the_forward_that_would_end_its_reply(model: Any) -> None:
+    loop = asyncio.get_running_loop()
+    gone = threading.Event()
+    client: asyncio.Task[list[int]] | None = None
+
+    def leave() -> None:
+        assert client is not None
+        client.cancel()
+        gone.set()
+
+    def before() -> None:
+        if not gone.is_set():
+            loop.call_soon_threadsafe(leave)
+            gone.wait()
+
+    async with serve(WatchedModel(model, before)) as served:
+        client = served.ask(prompt_of(1, 5), 1)
+        await asyncio.wait([client])
+        assert client.cancelled()
+        assert await served.ask(prompt_of(2, 20)) == answer(model, prompt_of(2, 20), 4)
 
 
 async def test_a_client_that_goes_away_before_it_was_admitted_leaves_nothing(model: Any) -> None:

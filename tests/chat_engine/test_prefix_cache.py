@@ -29,10 +29,21 @@ def compute(lease: Lease) -> None:
         node.content = Content.READY
 
 
-def use(cache: PrefixCache, seed: int, num_nodes: int) -> Lease:
-    """A request that comes, is computed and goes."""
+def acquire(cache: PrefixCache, seed: int, num_nodes: int) -> Lease:
+    """A request for that many nodes and a page of its own."""
     lease = cache.acquire(prompt_of(seed, num_nodes * TOKENS_PER_NODE + 1), 1)
     assert lease is not None
+    return lease
+
+
+def push(cache: PrefixCache, num_nodes: int) -> None:
+    """A request that comes and goes before anything is computed: all it leaves is the room it made."""
+    cache.release(acquire(cache, 1000, num_nodes))
+
+
+def use(cache: PrefixCache, seed: int, num_nodes: int) -> Lease:
+    """A request that comes, is computed and goes."""
+    lease = acquire(cache, seed, num_nodes)
     compute(lease)
     cache.release(lease)
     return lease
@@ -80,9 +91,7 @@ def test_a_request_for_which_there_is_no_room_changes_nothing(device: EmulatedDe
 
 def test_what_is_shared_with_a_request_under_way_takes_no_room(device: EmulatedDevice) -> None:
     cache, _ = a_cache(device, 4, 0)
-    first, second = (cache.acquire(prompt_of(1, 2 * TOKENS_PER_NODE + 1), 1) for _ in range(2))
-    assert first is not None
-    assert second is not None, "two times two nodes and a page would not fit"
+    first, second = (acquire(cache, 1, 2) for _ in range(2))  # two times two nodes and a page would not fit
     assert first.nodes == second.nodes
     assert not set(first.own_pages) & set(second.own_pages)
 
@@ -116,8 +125,7 @@ def test_what_is_used_again_is_warm_again(device: EmulatedDevice) -> None:
 
 def test_evicted_bytes_are_on_the_host_and_have_to_be_loaded(device: EmulatedDevice) -> None:
     cache, memory = a_cache(device, 3, 8)
-    lease = cache.acquire(prompt_of(1, 2 * TOKENS_PER_NODE + 1), 1)
-    assert lease is not None
+    lease = acquire(cache, 1, 2)
     compute(lease)
     for plane in memory.device_pool.planes:
         plane.normal_()
@@ -129,9 +137,7 @@ def test_evicted_bytes_are_on_the_host_and_have_to_be_loaded(device: EmulatedDev
     for node, planes in zip(lease.nodes, before, strict=True):
         for plane, host in zip(planes, memory.host_pool.planes, strict=True):
             assert torch.equal(host[node.host_pages].transpose(0, 1), plane)
-    again = cache.acquire(prompt_of(1, 2 * TOKENS_PER_NODE + 1), 1)
-    assert again is not None
-    assert again.to_load == lease.nodes
+    assert acquire(cache, 1, 2).to_load == lease.nodes
 
 
 def test_what_is_on_the_host_already_is_not_copied_again(
@@ -154,6 +160,33 @@ def test_a_full_host_forgets_its_coldest(device: EmulatedDevice) -> None:
     known = cache.index.find(cache.index.keys_of(prompt_of(1, 2 * TOKENS_PER_NODE + 1)))
     assert known == []
     assert [node.host_pages is None for node in first.nodes + second.nodes] == [True, True, False, False]
+
+
+def test_what_comes_before_a_node_on_the_device_is_not_forgotten_by_a_full_host(device: EmulatedDevice) -> None:
+    cache, _ = a_cache(device, 8, 3)
+    two_cold = [acquire(cache, seed, 1) for seed in (2, 3)]
+    for lease in two_cold:
+        compute(lease)
+    use(cache, 1, 3)
+    push(cache, 4)  # of which all three nodes go to the host, and fill it
+    for lease in two_cold:
+        cache.release(lease)
+
+    # Two of the three fail to load for one request, while the third is loaded for another.
+    first, second = acquire(cache, 1, 2), acquire(cache, 1, 3)
+    for node in first.to_load:
+        node.content = Content.MISSING
+    for node in second.to_load:
+        node.content = Content.READY
+    cache.release(first)
+    cache.release(second)
+    assert [node.device_pages is None for node in second.nodes] == [True, True, False]
+
+    push(cache, 5)  # the first cold one goes to the host, where the third node gives way
+    use(cache, 2, 1)  # which makes the cold one a warm one
+    push(cache, 5)  # the second cold one
+    assert cache.index.find(cache.index.keys_of(prompt_of(1, 3 * TOKENS_PER_NODE + 1))) == second.nodes
+    assert cache.leaks() == []
 
 
 def test_without_a_host_pool_the_evicted_is_forgotten(device: EmulatedDevice) -> None:
