@@ -18,13 +18,15 @@ class Audit:
     One audit may watch several engines, one after the other: a node has the same key in each.
 
     Attributes:
-        compared: nodes that were compared with an earlier look.
+        compared: how often a node was compared with the first look at it.
+        compared_loaded: how often it had come back from the host meanwhile.
         differing: ids of those that differed.
     """
 
     def __init__(self) -> None:
         self._seen: dict[bytes, bytes] = {}
         self.compared = 0
+        self.compared_loaded = 0
         self.differing: list[int] = []
 
     async def look_at(self, nodes: Sequence[Node], memory: Memory) -> None:
@@ -32,6 +34,7 @@ class Audit:
         for node in nodes:
             fingerprint = await asyncio.to_thread(self._fingerprint, node, memory)
             self.compared += node.key in self._seen
+            self.compared_loaded += node.key in self._seen and node.was_loaded
             if self._seen.setdefault(node.key, fingerprint) != fingerprint:
                 self.differing.append(node.id)
 

@@ -36,7 +36,8 @@ class Engine:
     the host, run one step of each on the model thread, and take what came out. A step waits, layer by layer, for the
     pages that are still on their way. If a reload failed, what was computed from it is not used and is computed again.
 
-    Everything but the model runs on the event loop's thread, so nothing here needs a lock.
+    Everything but the model runs on the event loop's thread, and what a forward uses is not touched while it runs, so
+    nothing here needs a lock.
 
     :param model: a causal language model of `transformers`, on the device of `memory`.
     :param memory: pools for its KV cache.
@@ -75,6 +76,8 @@ class Engine:
         self._reload_of: dict[Node, Reload] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._vocabulary_size = model.config.vocab_size
+        self._serving: asyncio.Task[None] | None = None
         self._closing = False
         self._broken: BaseException | None = None
 
@@ -85,29 +88,50 @@ class Engine:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """Close. Requests under way get an `EngineClosedError`, forwards and reloads under way end first.
+
+        :raises BaseException: what ended the engine before. A cancellation meanwhile is raised when it has closed: what
+            it stands on must not go away under it.
+        """
+        assert self._serving is not None
         self._closing = True
         self._changed.set()
-        await self._serving
+        cancelled: asyncio.CancelledError | None = None
+        while not self._serving.done():
+            try:
+                await asyncio.wait([self._serving])
+            except asyncio.CancelledError as exc:
+                cancelled = exc
+        if cancelled is not None:
+            raise cancelled
+        self._serving.result()
 
     # -- for clients --------------------------------------------------------------------------------------------------
 
     async def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Reply:
         """Answer a prompt. A client that is cancelled goes away: its pages are free after the forward under way.
 
-        :raises ValueError: the prompt is empty, or no token is asked for.
+        :raises ValueError: the prompt is empty or has a token that the model does not know, or no token is asked for.
+        :raises TypeError: a token of the prompt, or `max_new_tokens`, is no int.
         :raises PromptTooLongError: both together never fit the device pool.
-        :raises EngineClosedError: the engine was closed before.
+        :raises EngineClosedError: the engine was closed before, or is not open yet.
         """
-        num_tokens = len(prompt) + max_new_tokens
+        if type(max_new_tokens) is not int or not all(type(token) is int for token in prompt):
+            raise TypeError("generate() needs ints, as tokens of the prompt and as max_new_tokens")
         if not prompt or max_new_tokens < 1:
             raise ValueError("generate() needs at least one token of prompt, and max_new_tokens of at least 1")
+        if not 0 <= min(prompt) <= max(prompt) < self._vocabulary_size:
+            raise ValueError(f"the model knows the tokens 0 to {self._vocabulary_size - 1}, and the prompt has others")
+        num_tokens = len(prompt) + max_new_tokens
         if num_tokens > self.prefixes.num_tokens:
             raise PromptTooLongError(
                 f"{len(prompt)} tokens of prompt and {max_new_tokens} new ones do not fit a device pool of "
                 f"{self.prefixes.num_tokens} tokens: it needs more pages"
             )
+        if self._serving is None:
+            raise EngineClosedError("the engine is not open: use it as `async with Engine(...) as engine`")
         if self._closing:
-            raise EngineClosedError("the engine is closed")
+            raise EngineClosedError("the engine is closed") from self._broken
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting.append(Request(list(prompt), max_new_tokens, time.perf_counter(), reply))
         self._changed.set()
@@ -116,13 +140,10 @@ class Engine:
     # -- the scheduler ------------------------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
-        error: Exception = EngineClosedError("the engine was closed")
         try:
-            while not self._closing:
-                if self._broken is not None:
-                    raise self._broken
+            while not self._closing and self._broken is None:
                 self._changed.clear()
-                self._drop_cancelled()
+                self._drop_done()
                 await self._admit()
                 if batch := self._next_batch():
                     await self._model.run(batch)
@@ -130,19 +151,22 @@ class Engine:
                 else:
                     await self._changed.wait()
         except Exception as exc:
-            error = exc
-            raise
+            self._broken = self._broken or exc
         finally:
-            self._closing = True
-            for request in [*self._waiting, *self._running]:
-                if not request.reply.done():
-                    request.reply.set_exception(error)
-            self._waiting.clear()
-            self._drop_cancelled()
-            await self._model.close()
-            await asyncio.gather(*self._background)
+            await self._shut_down()
+        if self._broken is not None:
+            raise self._broken
 
-    def _drop_cancelled(self) -> None:
+    async def _shut_down(self) -> None:
+        self._closing = True
+        await self._model.close()  # before any page is given back, as a forward may be under way
+        for request in [*self._waiting, *self._running]:
+            if not request.reply.done():
+                request.reply.set_exception(self._broken or EngineClosedError("the engine was closed"))
+        self._drop_done()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    def _drop_done(self) -> None:
         """Take requests that nobody waits for any more out, and give their pages back."""
         self._waiting = deque(request for request in self._waiting if not request.reply.done())
         for request in [request for request in self._running if request.reply.done()]:
@@ -184,16 +208,17 @@ class Engine:
         steps = [step for step in batch if step.next_token is not None]
         for reload in {reload: None for step in steps for reload in step.request.reloads}:
             await asyncio.shield(reload.settled)
-            self.metrics.waited_ms += reload.take_waited_ms()
+            if not reload.handle.stale:
+                self.metrics.waited_ms += reload.take_waited_ms()
         for step in steps:
             step.request.reloads = []
+            if not step.request.output:
+                self.metrics.computed_tokens += len(step.tokens)
             if step.is_right and not step.request.reply.done():
                 self._take_step(step)
 
     def _take_step(self, step: Step) -> None:
         request = step.request
-        if not request.output:
-            self.metrics.computed_tokens += len(step.tokens)
         if step.node is not None:
             step.node.content = Content.READY
             return
@@ -230,8 +255,12 @@ class Engine:
             indices = self._memory.token_indices
             self._transfers.load(LoadOp(node.id, indices(node.host_pages), indices(node.device_pages)))
         began = time.perf_counter()
-        # The pages may still be on their way to the host, or what was in them before.
-        handle = await self._transfers.start_loading(fence=self._memory.evict_stream)
+        try:
+            # The pages may still be on their way to the host, or what was in them before.
+            handle = await self._transfers.start_loading(fence=self._memory.evict_stream)
+        except BaseException:
+            self.prefixes.mark(lease.to_load, Content.MISSING)
+            raise
         self.metrics.hand_outs.append(time.perf_counter() - began)
         assert handle is not None
         reload = Reload(handle, self._memory.runtime)
@@ -241,21 +270,20 @@ class Engine:
 
     async def _settle(self, reload: Reload, lease: Lease) -> None:
         """Wait for a burst to end, and note what its nodes hold now."""
-        content = Content.MISSING
         try:
             ack = await reload.handle
-            content = Content.READY
+        except (LoadFailedError, LoadCancelledError):
+            self.prefixes.mark(lease.to_load, Content.MISSING)
+            self.metrics.stale_bursts.append(reload.handle.burst_id)
+        else:
+            self.prefixes.mark(lease.to_load, Content.READY)
             self.metrics.reloaded_tokens += ack.num_tokens
             self.metrics.reloaded_bytes += ack.num_bytes
             self.metrics.copy_ms += ack.duration_ms or 0.0
-        except (LoadFailedError, LoadCancelledError):
-            self.metrics.stale_bursts += 1
-        finally:
-            for node in lease.to_load:
-                node.content = content
-                del self._reload_of[node]
-            self.prefixes.let_go(lease.nodes)
-            self._changed.set()
+        for node in lease.to_load:
+            del self._reload_of[node]
+        self.prefixes.let_go(lease.nodes)
+        self._changed.set()
 
     # -- tasks ------------------------------------------------------------------------------------------------------
 
@@ -268,5 +296,5 @@ class Engine:
     def _background_done(self, task: asyncio.Task[None]) -> None:
         self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._broken = error
+            self._broken = self._broken or error
             self._changed.set()

@@ -42,7 +42,7 @@ class ModelThread:
         stream = self._memory.runtime.current_stream()
         stream.wait_stream(self._memory.evict_stream)  # pages to be written may still be on their way to the host
         for step in batch:
-            if not step.request.reply.cancelled():
+            if not step.request.reply.done():
                 self._forward(step)
         stream.synchronize()
 

@@ -92,6 +92,12 @@ class PrefixCache:
         for node in nodes:
             node.users += 1
 
+    def mark(self, nodes: Iterable[Node], content: Content) -> None:
+        """Note how the load of nodes ended."""
+        for node in nodes:
+            node.content = content
+            node.was_loaded |= content is Content.READY
+
     def let_go(self, nodes: Sequence[Node]) -> None:
         """Undo `hold`. What nobody needs any more, and was never computed, is forgotten."""
         for node in reversed(nodes):  # a parent after its children

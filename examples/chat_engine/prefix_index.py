@@ -31,6 +31,7 @@ class Node:
         device_pages: where it is on the device, None if it is not.
         host_pages: where it is on the host, None if it is not.
         content: what its device pages hold.
+        was_loaded: whether that, or what they held before, came back from the host.
         users: requests and reloads that need it where it is.
         last_used: when it was last used, in uses of the index; never later than its parent.
         num_children: nodes whose parent it is.
@@ -43,6 +44,7 @@ class Node:
     device_pages: list[int] | None = None
     host_pages: list[int] | None = None
     content: Content = Content.MISSING
+    was_loaded: bool = False
     users: int = 0
     last_used: int = 0
     num_children: int = field(default=0, repr=False)

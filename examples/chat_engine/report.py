@@ -26,10 +26,13 @@ class Check:
     problem: str | None
 
 
-def checks(outcomes: Sequence[Outcome], audit: Audit, fail_burst: int | None) -> list[Check]:
+def checks(
+    outcomes: Sequence[Outcome], audit: Audit, plain_reply: Sequence[int], fail_burst: int | None
+) -> list[Check]:
     """Everything that has to be so after the ways have run.
 
     :param audit: what watched all of them.
+    :param plain_reply: what the model says on its own in the last turn of the first conversation.
     :param fail_burst: number of the reload that was made to fail, if one was.
     """
     first, *others = outcomes
@@ -39,24 +42,38 @@ def checks(outcomes: Sequence[Outcome], audit: Audit, fail_burst: int | None) ->
         for ours, theirs in zip(first.turns, other.turns, strict=True)
         if (ours.prompt, ours.reply.tokens) != (theirs.prompt, theirs.reply.tokens)
     ]
+    *_, compared = (turn for turn in first.turns if turn.conversation == 1)
     reloads = [outcome for outcome in outcomes if outcome.way is not Way.RECOMPUTE]
-    nothing = [outcome.way for outcome in reloads if not outcome.metrics.reloaded_tokens]
-    leaks = [f"{outcome.way}: {leak}" for outcome in outcomes for leak in outcome.leaks]
-    expected_stale = 0 if fail_burst is None else 1
-    stale = [
-        f"{outcome.way}: {outcome.metrics.stale_bursts} of {len(outcome.metrics.hand_outs)} failed"
-        for outcome in reloads
-        if outcome.metrics.stale_bursts != expected_stale
-    ]
+    expected_stale = [] if fail_burst is None else [fail_burst]
     return [
         _check("the same tokens in all ways", different),
-        _check("prefixes were reloaded", [f"{way}: none was; use a smaller device pool" for way in nothing]),
         _check(
-            f"keys and values equal to those first computed, byte by byte ({audit.compared} comparisons)",
-            [f"node {node} differs" for node in audit.differing] if audit.compared else ["nothing was compared"],
+            f"those of turn {compared.number} of chat 1 are what transformers generates without engine and reloads",
+            [] if compared.reply.tokens == plain_reply else [f"it generates {plain_reply}"],
         ),
-        _check("no page leaked", leaks),
-        _check("no reload failed" if fail_burst is None else f"reload {fail_burst} failed, and no other", stale),
+        _check(
+            "prefixes were reloaded",
+            [
+                f"{outcome.way}: none; evict more (smaller device pool) and keep it (larger host pool)"
+                for outcome in reloads
+                if not outcome.metrics.reloaded_tokens
+            ],
+        ),
+        _check(
+            "reloaded keys and values equal to those first computed, byte by byte "
+            f"({' and '.join(str(outcome.compared_loaded) for outcome in reloads)} comparisons)",
+            [f"node {node} differs" for node in audit.differing]
+            + [f"{outcome.way}: nothing was compared" for outcome in reloads if not outcome.compared_loaded],
+        ),
+        _check("no page leaked", [f"{outcome.way}: {leak}" for outcome in outcomes for leak in outcome.leaks]),
+        _check(
+            "no reload failed" if fail_burst is None else f"reload {fail_burst} failed, and no other",
+            [
+                f"{outcome.way}: of {len(outcome.metrics.hand_outs)} reloads failed {outcome.metrics.stale_bursts}"
+                for outcome in reloads
+                if outcome.metrics.stale_bursts != expected_stale
+            ],
+        ),
     ]
 
 

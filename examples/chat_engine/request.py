@@ -36,7 +36,7 @@ class Request:
         prompt: its tokens.
         max_new_tokens: tokens of the reply at most.
         arrived: when it came, by `time.perf_counter`.
-        reply: resolves for the client; cancelled when that goes away.
+        reply: resolves for the client; done, too, when that goes away or the engine is closed.
         lease: its pages, once admitted.
         cache: the same for the model, made by its thread.
         reloads: bursts under way that its prefix depends on.

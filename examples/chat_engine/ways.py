@@ -68,6 +68,7 @@ class Outcome:
         turns: every turn of every conversation, in that order.
         metrics: the engine's.
         leaks: what was wrong with its pages in the end.
+        compared_loaded: how often the audit compared a node that had come back from the host.
         seconds: from the first request to the last reply.
     """
 
@@ -75,6 +76,7 @@ class Outcome:
     turns: Sequence[Turn]
     metrics: Metrics
     leaks: Sequence[str]
+    compared_loaded: int
     seconds: float
 
 
@@ -115,8 +117,11 @@ async def run_way(
             eos_token_ids=[tokenizer.eos_token_id],
             audit=audit,
         )
+        compared_before = audit.compared_loaded
         async with engine:
             began = time.perf_counter()
             turns = await hold_conversations(engine, tokenizer, conversations, settings.max_new_tokens, on_turn)
             seconds = time.perf_counter() - began
-        return Outcome(way, turns, engine.metrics, engine.prefixes.leaks(), seconds)
+        return Outcome(
+            way, turns, engine.metrics, engine.prefixes.leaks(), audit.compared_loaded - compared_before, seconds
+        )

@@ -36,7 +36,7 @@ class PagedCache(Cache):
 
     A wait does not raise when its burst fails, as a forward under way cannot be interrupted: look at
     `LoadHandle.stale` before what the model returned is used, and where it is set, set `num_tokens` back and compute
-    again.
+    again. Set it back as well after a forward that raised.
 
     The cache refers to pages and never owns them: who allocates, shares, evicts and frees them is the engine.
     Sequences may share pages that hold nothing but tokens already there. Reading gathers the sequence's pages into
@@ -99,13 +99,27 @@ class PagedCache(Cache):
         """`PagedLayer.update` of one layer.
 
         :raises IndexError: the pool has no such layer.
+        :raises HiCacheSchedError: a forward begins, and the one before did not get through all layers of the pool.
         """
-        if layer_idx >= len(self._paged):
+        if not 0 <= layer_idx < len(self._paged):
             raise IndexError(
-                f"the model has a layer {layer_idx} and the pool only {len(self._paged)} layers: make the pool with a "
-                "layer for each of the model's"
+                f"the model has a layer {layer_idx} and the pool {len(self._paged)} layers: make the pool with a layer "
+                "for each of the model's"
+            )
+        if layer_idx == 0 and len({layer.num_tokens for layer in self._paged}) > 1:
+            raise HiCacheSchedError(
+                "the layers of the cache have different numbers of tokens: if a forward raised, set num_tokens back; if "
+                "the model has fewer layers than the pool, make the pool with a layer for each of the model's"
             )
         return self._paged[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    def __copy__(self) -> PagedCache:
+        """:raises HiCacheSchedError: always, as both would write to the same pages."""
+        raise _not_ours("be copied")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        """:raises HiCacheSchedError: always, as that would copy the pool."""
+        raise _not_ours("be copied")
 
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """:raises HiCacheSchedError: always."""
@@ -251,7 +265,7 @@ class PageTable:
         given = torch.as_tensor(page_ids, device="cpu")
         if given.dim() not in (1, 2) or not given.numel():
             raise ValueError(f"page_ids must be [num_pages] or [batch, num_pages], not {list(given.shape)}")
-        if given.is_floating_point() or given.dtype == torch.bool:
+        if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
             raise TypeError(f"page_ids must be whole numbers, not {given.dtype}")
         # A copy: the caller may use its tensor for something else.
         on_host = given.to(torch.int64, copy=True).view(-1, given.shape[-1])

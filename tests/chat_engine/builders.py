@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from chat_engine.audit import Audit
 from chat_engine.engine import Engine
 from chat_engine.faults import FailingBackend
 from chat_engine.memory import KvShape, Memory
-from hicache_sched import BurstBackend, LoadOp, SchedulerConfig, TransferScheduler
+from chat_engine.reference import plain_reply
+from hicache_sched import BurstBackend, LoadAck, LoadOp, SchedulerConfig, TransferScheduler
 from hicache_sched.copy import PooledBackend
 from hicache_sched.device import EmulatedDevice
 
@@ -53,22 +54,17 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
     return numbers[:num_tokens]
 
 
-@torch.inference_mode()
 def answer(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What the model says, computed without engine, pages or reloads, in the engine's chunks."""
-    cache = DynamicCache()
-    for begin in range(0, len(prompt), TOKENS_PER_NODE):
-        logits = model(torch.tensor([prompt[begin : begin + TOKENS_PER_NODE]]), cache=cache).logits
-    tokens: list[int] = []
-    while True:
-        tokens.append(int(logits[0, -1].argmax()))
-        if len(tokens) == num_tokens:
-            return tokens
-        logits = model(torch.tensor([tokens[-1:]]), cache=cache).logits
+    """What the model says on its own."""
+    return plain_reply(model, prompt, num_tokens, chunk=TOKENS_PER_NODE)
 
 
 class WatchedModel:
-    """A model that calls `before` and `after` around each forward, on the model thread."""
+    """A model that calls `before` and `after` around each forward, on the model thread.
+
+    Attributes:
+        forwards: the tokens of each forward.
+    """
 
     def __init__(
         self, model: Any, before: Callable[[], object] = lambda: None, after: Callable[[], object] = lambda: None
@@ -76,10 +72,12 @@ class WatchedModel:
         self.config, self.dtype = model.config, model.dtype
         self._model = model
         self._before, self._after = before, after
+        self.forwards: list[list[int]] = []
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, tokens: torch.Tensor, **kwargs: Any) -> Any:
+        self.forwards.append(tokens[0].tolist())
         self._before()
-        output = self._model(*args, **kwargs)
+        output = self._model(tokens, **kwargs)
         self._after()
         return output
 
@@ -132,6 +130,7 @@ class Served:
         device: the emulated device of both.
         transfers: its transfer scheduler, if it has one.
         watched: the backend of that.
+        acks: how each burst ended.
     """
 
     engine: Engine
@@ -139,6 +138,7 @@ class Served:
     device: EmulatedDevice
     transfers: TransferScheduler | None
     watched: WatchedBackend | None
+    acks: list[LoadAck]
 
     @property
     def backend(self) -> WatchedBackend:
@@ -193,17 +193,20 @@ async def serve(
         host_pages = 0 if mode is None else host_tokens // PAGE_SIZE
         memory = Memory(KvShape.of(model), PAGE_SIZE, device_tokens // PAGE_SIZE, host_pages, device)
         transfers = watched = None
+        acks: list[LoadAck] = []
         if mode is not None:
             pooled: BurstBackend = PooledBackend([memory.pair])
             if fail_burst is not None:
                 pooled = FailingBackend(pooled, fail_burst)
             watched = WatchedBackend(pooled)
             config = SchedulerConfig(mode=mode, poll_acks=False)
-            transfers = await stack.enter_async_context(TransferScheduler(watched, runtime=device, config=config))
+            transfers = await stack.enter_async_context(
+                TransferScheduler(watched, runtime=device, config=config, on_ack=acks.append)
+            )
         engine = Engine(model, memory, transfers, tokens_per_node=TOKENS_PER_NODE, audit=audit, **settings)
         async with engine:
             try:
-                yield Served(engine, memory, device, transfers, watched)
+                yield Served(engine, memory, device, transfers, watched, acks)
             except BaseException:  # a test that failed leaves nothing waiting
                 if watched is not None:
                     watched.gate.set()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import structlog
 import torch
 import typer
-from rich.console import Console
+from rich.table import Table
 from typer.testing import CliRunner
 
 import chat_reload
@@ -21,12 +20,12 @@ from chat_engine.audit import Audit
 from chat_engine.memory import KvShape, Memory
 from chat_engine.metrics import Metrics
 from chat_engine.prefix_index import PrefixIndex
-from chat_engine.report import checks, replies_table, ways_table
+from chat_engine.report import Check, checks, replies_table, ways_table
 from chat_engine.request import Reply
 from chat_engine.ways import Outcome, Settings, Way, run_way
 from chat_engine.workload import Turn, load_conversations
 from hicache_sched.device import EmulatedDevice
-from tests.chat_engine.builders import PAGE_SIZE, TOKENS_PER_NODE, VOCABULARY
+from tests.chat_engine.builders import PAGE_SIZE, TOKENS_PER_NODE, VOCABULARY, answer
 
 
 class Letters:
@@ -111,53 +110,62 @@ async def run_ways(model: Any, fail_burst: int | None = None) -> tuple[list[Outc
 @pytest.mark.parametrize("fail_burst", [None, 2])
 async def test_every_check_passes_on_a_real_run(model: Any, fail_burst: int | None) -> None:
     outcomes, audit = await run_ways(model, fail_burst)
-    assert [check.problem for check in checks(outcomes, audit, fail_burst)] == [None] * 5
+    plain = answer(model, outcomes[0].turns[2].prompt, SETTINGS.max_new_tokens)
+    assert [check.problem for check in checks(outcomes, audit, plain, fail_burst)] == [None] * 6
 
 
-def an_outcome(way: Way, **metrics: Any) -> Outcome:
-    turn = Turn(1, 1, [1, 2], Reply([3, 4], False, 0.5), "CD")
+PLAIN_REPLY = [3, 4]
+
+
+def an_outcome(
+    way: Way, *, reply: Sequence[int] = PLAIN_REPLY, leaks: Sequence[str] = (), compared: int = 3, **metrics: Any
+) -> Outcome:
+    """A way in which all went well, but for what is said."""
+    turn = Turn(1, 1, [1, 2], Reply(list(reply), False, 0.5), "CD")
     usual: dict[str, Any] = {"ttfts": [0.5]}
     if way is not Way.RECOMPUTE:
         usual |= {"reloaded_tokens": 8, "hand_outs": [1e-4], "copy_ms": 2.0}
-    return Outcome(way, [turn], Metrics(**(usual | metrics)), [], 1.0)
+    return Outcome(way, [turn], Metrics(**(usual | metrics)), leaks, compared, 1.0)
 
 
-def an_audit(compared: int = 3, differing: tuple[int, ...] = ()) -> Audit:
+WRONG_ASYNC: dict[str, dict[str, Any]] = {
+    "the same tokens in all ways": {"reply": [3, 5]},
+    "prefixes were reloaded": {"reloaded_tokens": 0},
+    "reloaded keys and values equal to those first computed, byte by byte (3 and 0 comparisons)": {"compared": 0},
+    "no page leaked": {"leaks": ["node 1 is still in use"]},
+    "no reload failed": {"stale_bursts": [4]},
+}
+
+
+@pytest.mark.parametrize("what", WRONG_ASYNC)
+def test_each_check_fails_when_one_way_is_wrong(what: str) -> None:
+    outcomes = [an_outcome(Way.RECOMPUTE), an_outcome(Way.INLINE), an_outcome(Way.ASYNC, **WRONG_ASYNC[what])]
+    assert failed(checks(outcomes, Audit(), PLAIN_REPLY, None)) == [what]
+
+
+def test_a_check_fails_when_all_ways_are_wrong_in_the_same_way() -> None:
+    outcomes = [an_outcome(way, reply=[3, 5]) for way in Way]
+    (what,) = failed(checks(outcomes, Audit(), PLAIN_REPLY, None))
+    assert what.startswith("those of turn 1 of chat 1 are what transformers generates")
+
+
+def test_a_check_fails_when_the_audit_saw_a_difference() -> None:
     audit = Audit()
-    audit.compared, audit.differing = compared, list(differing)
-    return audit
+    audit.differing.append(5)
+    (check,) = [check for check in checks([an_outcome(way) for way in Way], audit, PLAIN_REPLY, None) if check.problem]
+    assert check.problem == "node 5 differs"
 
 
-def another_reply(outcome: Outcome) -> Outcome:
-    (turn,) = outcome.turns
-    return dataclasses.replace(outcome, turns=[dataclasses.replace(turn, reply=Reply([3, 5], False, 0.5))])
+@pytest.mark.parametrize("stale_bursts", [[], [1], [1, 2]])
+def test_a_check_fails_when_not_just_the_reload_failed_that_was_to(stale_bursts: list[int]) -> None:
+    outcomes = [an_outcome(Way.RECOMPUTE), *(an_outcome(way, stale_bursts=[2]) for way in (Way.INLINE, Way.ASYNC))]
+    assert failed(checks(outcomes, Audit(), PLAIN_REPLY, 2)) == []
+    outcomes[2] = an_outcome(Way.ASYNC, stale_bursts=stale_bursts)
+    assert failed(checks(outcomes, Audit(), PLAIN_REPLY, 2)) == ["reload 2 failed, and no other"]
 
 
-WRONG: dict[str, tuple[Callable[[list[Outcome]], list[Outcome]], Audit, int | None]] = {
-    "the same tokens in all ways": (lambda ways: [*ways[:2], another_reply(ways[2])], an_audit(), None),
-    "prefixes were reloaded": (lambda ways: [*ways[:2], an_outcome(Way.ASYNC, reloaded_tokens=0)], an_audit(), None),
-    "keys and values equal to those first computed, byte by byte (3 comparisons)": (
-        lambda ways: ways,
-        an_audit(differing=(5,)),
-        None,
-    ),
-    "keys and values equal to those first computed, byte by byte (0 comparisons)": (
-        lambda ways: ways,
-        an_audit(compared=0),
-        None,
-    ),
-    "no page leaked": (lambda ways: [*ways[:2], dataclasses.replace(ways[2], leaks=["node 1 is still in use"])],
-                       an_audit(), None),
-    "no reload failed": (lambda ways: [*ways[:2], an_outcome(Way.ASYNC, stale_bursts=1)], an_audit(), None),
-    "reload 9 failed, and no other": (lambda ways: ways, an_audit(), 9),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_each_check_fails_when_what_it_checks_is_wrong(what: str) -> None:
-    spoil, audit, fail_burst = WRONG[what]
-    outcomes = spoil([an_outcome(way) for way in Way])
-    assert [check.what for check in checks(outcomes, audit, fail_burst) if check.problem is not None] == [what]
+def failed(checked: Sequence[Check]) -> list[str]:
+    return [check.what for check in checked if check.problem is not None]
 
 
 async def test_the_audit_sees_a_byte_that_changed(device: EmulatedDevice) -> None:
@@ -175,14 +183,47 @@ async def test_the_audit_sees_a_byte_that_changed(device: EmulatedDevice) -> Non
     assert (audit.compared, audit.differing) == (2, [node.id])
 
 
-def test_tables_show_every_turn_and_every_way() -> None:
-    outcomes = [an_outcome(way) for way in Way]
-    console = Console(width=100, file=io.StringIO(), record=True)
-    console.print(replies_table(outcomes[0]), ways_table(outcomes))
-    text = console.export_text()
-    assert "CD ..." in text
-    assert all(way in text for way in Way)
-    assert "100.0%" in text
+def shown(table: Table) -> list[list[str]]:
+    """The cells of a table, row by row."""
+    return [list(cells) for cells in zip(*(column.cells for column in table.columns), strict=True)]
+
+
+def test_replies_are_shown_turn_by_turn_with_a_mark_where_they_were_cut() -> None:
+    outcome = an_outcome(Way.ASYNC)
+    whole = dataclasses.replace(outcome.turns[0], number=2, prompt=[1] * 1234, reply=Reply([3], True, 0.5))
+    outcome = dataclasses.replace(outcome, turns=[*outcome.turns, whole])
+    assert shown(replies_table(outcome)) == [["1", "1", "2 tokens", "CD ..."], ["1", "2", "1,234 tokens", "CD"]]
+
+
+def test_each_number_is_what_its_label_says() -> None:
+    metrics: dict[str, Any] = {
+        "ttfts": [number / 100 for number in range(101)],
+        "hand_outs": [0.001, 0.002, 0.006],
+        "computed_tokens": 1111,
+        "reloaded_tokens": 2222,
+        "reloaded_bytes": 3_300_000,
+        "copy_ms": 40.0,
+        "waited_ms": 10.0,
+    }
+    table = ways_table([an_outcome(Way.RECOMPUTE), an_outcome(Way.ASYNC, **metrics)])
+    assert [column.header for column in table.columns] == ["", "recompute", "reload async"]
+    assert {label: value for label, _, value in shown(table)} == {
+        "first token after, mean": "0.50 s",
+        "p50": "0.50 s",
+        "p95": "0.95 s",
+        "all requests": "1.00 s",
+        "prompt tokens computed": "1,111",
+        "prompt tokens reloaded": "2,222",
+        "bytes reloaded": "3 MB",
+        "reloads": "3",
+        "blocked in hand-outs": "9.0 ms",
+        "blocked in each, mean": "3.00 ms",
+        "copy time hidden": "75.0%",
+    }
+    assert [value for label, value, _ in shown(table) if label in ("blocked in each, mean", "copy time hidden")] == [
+        "-",
+        "-",
+    ]
 
 
 # -- the command ----------------------------------------------------------------------------------------------------
@@ -204,7 +245,7 @@ def test_the_command_shows_replies_ways_and_checks_and_succeeds(run_demo: Callab
     result = run_demo()
     assert result.exit_code == 0, result.output
     assert "FAILED" not in result.output
-    assert result.output.count("ok ") == 5
+    assert result.output.count("ok ") == 6
 
 
 def test_the_command_shows_which_nodes_a_failed_reload_left_stale(run_demo: Callable[..., Any]) -> None:
@@ -218,7 +259,8 @@ def test_the_command_shows_which_nodes_a_failed_reload_left_stale(run_demo: Call
 def test_the_command_fails_when_a_check_does(run_demo: Callable[..., Any]) -> None:
     result = run_demo("--fail-burst", "1000")
     assert result.exit_code == 1
-    assert "FAILED" in result.output
+    assert "FAILED  reload 1000 failed, and no other" in result.output
+    assert "reload async: of" in result.output
 
 
 def test_a_device_pool_that_no_prompt_fits_is_a_wrong_option(

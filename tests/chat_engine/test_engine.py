@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chat_engine.audit import Audit
-from chat_engine.engine import EngineClosedError
-from tests.chat_engine.builders import TOKENS_PER_NODE, Mode, Served, WatchedModel, answer, prompt_of, serve
+from chat_engine.engine import Engine, EngineClosedError, PromptTooLongError
+from chat_engine.memory import KvShape, Memory
+from chat_engine.reload import Reload
+from hicache_sched.device import EmulatedDevice
+from tests.chat_engine.builders import TOKENS_PER_NODE, VOCABULARY, Mode, Served, WatchedModel, answer, prompt_of, serve
 
 WAYS: list[Mode | None] = [None, "inline", "async"]
 RELOADS: list[Mode] = ["inline", "async"]
@@ -126,6 +130,19 @@ async def test_two_requests_compute_a_shared_prefix_once(model: Any) -> None:
         assert served.engine.metrics.computed_tokens == 24 + 5 + 5
 
 
+@pytest.mark.parametrize(("max_batch_tokens", "first_chunks"), [(8, [1, 1, 1, 2, 2, 2]), (16, [1, 2, 1, 2, 1, 2])])
+async def test_a_batch_has_no_more_tokens_than_it_may(
+    model: Any, max_batch_tokens: int, first_chunks: list[int]
+) -> None:
+    watched_model = WatchedModel(model)
+    async with serve(watched_model, max_batch_tokens=max_batch_tokens) as served:
+        await asyncio.gather(*(served.ask(prompt_of(seed, 24), 1) for seed in (1, 2)))
+    seed_of = {
+        token: seed for seed in (2, 1) for token in [tuple(prompt_of(seed, 24)[at : at + 8]) for at in (0, 8, 16)]
+    }
+    assert [seed_of[tuple(tokens)] for tokens in watched_model.forwards] == first_chunks
+
+
 # -- sharing --------------------------------------------------------------------------------------------------------
 
 
@@ -158,8 +175,9 @@ async def test_two_conversations_whose_shared_reload_failed_both_get_their_answe
         await served.ask_and_evict(prompt_of(1, 25))
         computed = served.engine.metrics.computed_tokens
         assert await asyncio.gather(*map(served.ask, prompts)) == [answer(model, prompt, 4) for prompt in prompts]
-        assert served.engine.metrics.stale_bursts == 1
-        assert served.engine.metrics.computed_tokens - computed == 24 + 5 + 5, "what was stale is computed once"
+        assert len(served.engine.metrics.stale_bursts) == 1
+        computed_in_vain = 5 + 5
+        assert served.engine.metrics.computed_tokens - computed - computed_in_vain == 24 + 5 + 5, "the shared part once"
 
 
 # -- order ----------------------------------------------------------------------------------------------------------
@@ -192,18 +210,41 @@ async def test_a_forward_does_not_write_to_pages_that_are_on_their_way_to_the_ho
 
 
 async def test_a_step_waits_for_the_end_of_its_reload_and_is_not_run_twice(model: Any) -> None:
-    forwards: list[None] = []
-    async with serve(WatchedModel(model, after=lambda: forwards.append(None))) as served:
+    ended: list[None] = []
+    async with serve(WatchedModel(model, after=lambda: ended.append(None))) as served:
         await served.ask_and_evict(prompt_of(1, 30))
-        forwards.clear()
+        ended.clear()
         served.backend.finish_gate.clear()  # layers land, and the burst does not end
         client = served.ask(prompt_of(1, 30), 3)
-        await until(lambda: bool(forwards))
+        await until(lambda: bool(ended))
         for _ in range(50):  # turns of the loop in which the engine could begin another step
             await asyncio.sleep(0)
         served.backend.finish_gate.set()
         assert await client == answer(model, prompt_of(1, 30), 3)
-    assert len(forwards) == 3
+    assert len(ended) == 3
+
+
+async def test_a_batch_ends_when_the_device_has_done_it(model: Any) -> None:
+    async with serve(model) as served:
+        calls = served.device.record_calls()
+        await served.ask(prompt_of(1, 20), 1)
+        assert [call for call, _, _, thread in calls if thread.startswith("model")][-1] == "synchronize"
+
+
+async def test_pages_that_are_being_loaded_stay_when_their_clients_have_gone(model: Any) -> None:
+    prompt = prompt_of(1, 30)
+    async with serve(model, max_batch_tokens=1, max_running=2) as served:
+        await served.ask_and_evict(prompt)
+        other = served.ask(prompt_of(2, 25), 1)  # whose prompt takes the first batches
+        (leaving,) = await served.ask_and_hold(prompt)
+        leaving.cancel()
+        await other
+        nodes = [node for node in served.engine.prefixes.index if node.id in served.backend.loads[-1]]
+        third = served.ask(prompt_of(3, 40), 1)
+        await until(lambda: served.engine.metrics.waits_for_room > 0 or not all(node.device_pages for node in nodes))
+        assert all(node.device_pages for node in nodes)
+        served.backend.gate.set()
+        assert await third == answer(model, prompt_of(3, 40), 1)
 
 
 # -- failures -------------------------------------------------------------------------------------------------------
@@ -215,7 +256,7 @@ async def test_answers_are_right_when_a_reload_fails(model: Any, mode: Mode, fai
     audit = Audit()
     async with serve(model, mode=mode, fail_burst=fail_burst, audit=audit) as served:
         await hold_chats(served, model)
-        assert served.engine.metrics.stale_bursts == 1
+        assert len(served.engine.metrics.stale_bursts) == 1
     assert audit.compared
     assert audit.differing == []
 
@@ -235,7 +276,7 @@ async def test_a_failed_reload_can_be_tried_again_after_the_next_eviction(model:
         for _ in range(3):
             assert await served.ask(prompt) == answer(model, prompt, 4)
             await served.evict()
-        assert served.engine.metrics.stale_bursts == 1
+        assert len(served.engine.metrics.stale_bursts) == 1
         assert served.engine.metrics.reloaded_tokens == 24
 
 
@@ -273,16 +314,47 @@ async def test_a_model_that_raises_reaches_every_client(model: Any) -> None:
     assert {type(client.exception()) for client in clients} == {ZeroDivisionError}
 
 
-async def test_an_audit_that_raises_ends_the_engine(model: Any) -> None:
-    class Broken(Audit):
-        async def look_at(self, *args: object) -> None:
-            raise ZeroDivisionError("broken")
+class BrokenAudit(Audit):
+    async def look_at(self, *args: object) -> None:
+        raise ZeroDivisionError("broken")
 
+
+async def test_an_audit_that_raises_ends_the_engine(model: Any) -> None:
     async def ask_it() -> None:
-        async with serve(model, audit=Broken()) as served:
+        async with serve(model, audit=BrokenAudit()) as served:
             await served.ask(prompt_of(1, 30))
             with pytest.raises(ZeroDivisionError):
                 await served.ask(prompt_of(2, 30), 20)
+            with pytest.raises(EngineClosedError) as closed:
+                await served.ask(prompt_of(2, 30))
+            assert isinstance(closed.value.__cause__, ZeroDivisionError)
+
+    with pytest.raises(ZeroDivisionError):
+        await ask_it()
+
+
+async def test_an_audit_that_raises_while_the_engine_is_closed_is_not_lost(model: Any) -> None:
+    async def ask_it() -> None:
+        async with serve(model, audit=BrokenAudit()) as served:
+            await served.ask(prompt_of(1, 30))
+
+    with pytest.raises(ZeroDivisionError):
+        await ask_it()
+
+
+async def test_a_hand_out_that_raises_ends_the_engine_and_leaves_no_page_behind(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(**options: Any) -> None:
+        raise ZeroDivisionError("no hand-out")
+
+    async def ask_it() -> None:
+        async with serve(model) as served:
+            await served.ask_and_evict(prompt_of(1, 30))
+            monkeypatch.setattr(served.transfers, "start_loading", fail)
+            with pytest.raises(ZeroDivisionError):
+                await served.ask(prompt_of(1, 30))
+            assert served.engine.prefixes.leaks() == []
 
     with pytest.raises(ZeroDivisionError):
         await ask_it()
@@ -395,16 +467,108 @@ async def test_closing_waits_for_a_reload_that_is_under_way(model: Any) -> None:
         await client
 
 
+async def test_an_owner_who_is_cancelled_while_the_engine_closes_waits_for_what_is_under_way(model: Any) -> None:
+    prompt = prompt_of(1, 30)
+    async with serve(model) as served:
+        await served.ask_and_evict(prompt)
+        (client,) = await served.ask_and_hold(prompt)
+        closing = asyncio.create_task(served.engine.__aexit__(None, None, None))
+        for _ in range(3):
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not closing.done(), "the forward waits for a layer"
+            closing.cancel()
+        served.backend.gate.set()
+        await asyncio.wait([closing, client])
+        assert closing.cancelled()
+        assert isinstance(client.exception(), EngineClosedError)
+        assert served.engine.prefixes.leaks() == []
+
+
+async def test_an_engine_that_is_not_open_says_so(model: Any, device: EmulatedDevice) -> None:
+    memory = Memory(KvShape.of(model), 4, device_pages=16, host_pages=0, runtime=device)
+    with pytest.raises(EngineClosedError, match="async with"):
+        await Engine(model, memory, tokens_per_node=8).generate([1, 2], 1)
+
+
 @pytest.mark.parametrize(
-    ("prompt", "num_tokens", "message"),
-    [([], 4, "at least one"), ([1], 0, "at least 1"), ([1] * 60, 5, "needs more pages")],
+    ("prompt", "num_tokens", "error", "message"),
+    [
+        ([], 4, ValueError, "at least one"),
+        ([1], 0, ValueError, "at least 1"),
+        ([1, VOCABULARY], 4, ValueError, "the model knows the tokens 0 to 127"),
+        ([-1, 1], 4, ValueError, "the model knows the tokens 0 to 127"),
+        ([1, 2.0], 4, TypeError, "ints"),
+        ([1, 2], 2.5, TypeError, "ints"),
+        ([1] * 60, 5, PromptTooLongError, "needs more pages"),
+    ],
 )
-async def test_a_request_that_makes_no_sense_is_refused(
-    model: Any, prompt: list[int], num_tokens: int, message: str
+async def test_a_request_that_makes_no_sense_is_refused_and_harms_no_other(
+    model: Any, prompt: Any, num_tokens: Any, error: type[Exception], message: str
 ) -> None:
     async with serve(model) as served:
-        with pytest.raises(ValueError, match=message):
+        other = served.ask(prompt_of(1, 20))
+        with pytest.raises(error, match=message):
             await served.engine.generate(prompt, num_tokens)
+        assert await other == answer(model, prompt_of(1, 20), 4)
+
+
+# -- what it measures -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", RELOADS)
+async def test_metrics_say_what_was_moved(model: Any, mode: Mode) -> None:
+    async with serve(model, mode=mode) as served:
+        began = time.perf_counter()
+        await hold_chats(served, model)
+        seconds = time.perf_counter() - began
+        metrics, shape = served.engine.metrics, served.memory.shape
+        stats = served.transfers.stats() if served.transfers else None
+        bytes_per_token = 2 * shape.num_layers * shape.num_heads * shape.head_dim * shape.dtype.itemsize
+    assert stats is not None
+    assert metrics.reloaded_tokens == stats.loaded_tokens > 0
+    assert metrics.reloaded_bytes == metrics.reloaded_tokens * bytes_per_token
+    assert len(metrics.hand_outs) == stats.landed_bursts
+    assert 0 < sum(metrics.hand_outs) < seconds
+    assert metrics.copy_ms == sum(ack.duration_ms or 0 for ack in served.acks) > 0
+    assert len(metrics.ttfts) == 12
+    assert all(0 < ttft < seconds for ttft in metrics.ttfts)
+
+
+async def test_a_reload_that_failed_does_not_count_as_one(model: Any) -> None:
+    async with serve(model, fail_burst=1) as served:
+        await served.ask_and_evict(prompt_of(1, 30))
+        await served.ask(prompt_of(1, 30))
+        metrics = served.engine.metrics
+        assert metrics.stale_bursts == [1]
+        assert (metrics.reloaded_tokens, metrics.reloaded_bytes, metrics.copy_ms, metrics.waited_ms) == (0, 0, 0, 0)
+
+
+def test_a_reload_measures_how_long_the_stream_stood_still() -> None:
+    class Clock:
+        """A runtime and a handle on whose clock nothing but a wait for a layer takes time."""
+
+        now = 0.0
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.time = Clock.now
+
+            def elapsed_time(self, end: Any) -> float:
+                return float(end.time - self.time)
+
+        def wait_layer(self, layer: int) -> None:
+            Clock.now += layer
+
+    clock: Any = Clock()
+    reload = Reload(clock, clock)
+    for layer in (1, 0, 4):
+        reload.wait_layer(layer)
+    assert reload.take_waited_ms() == 5
+    assert reload.take_waited_ms() == 0
 
 
 # -- all of it at once ----------------------------------------------------------------------------------------------

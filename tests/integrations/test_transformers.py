@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -370,7 +371,8 @@ def test_pages_that_do_not_fit_are_refused(page_ids: Any, num_tokens: int, messa
 
 
 @pytest.mark.parametrize(
-    ("page_ids", "num_tokens"), [([0.5, 1.5], 0), (torch.tensor([True, False]), 0), ([7, 1], 2.5), ([7, 1], True)]
+    ("page_ids", "num_tokens"),
+    [([0.5, 1.5], 0), (torch.tensor([True, False]), 0), (torch.tensor([1j]), 0), ([7, 1], 2.5), ([7, 1], True)],
 )
 def test_numbers_that_are_not_whole_are_refused(page_ids: Any, num_tokens: Any) -> None:
     with pytest.raises(TypeError, match=r"whole numbers|must be an int"):
@@ -460,8 +462,37 @@ def test_crop_and_reset_forget_tokens_in_every_layer_and_touch_no_page(
 
 def test_a_pool_with_fewer_layers_than_the_model_is_refused(model: Any) -> None:
     pool = Pool.mha(10, 4, LAYERS - 1, HEADS, HEAD_DIM, torch.float32)
-    with pytest.raises(IndexError, match="the model has a layer 3 and the pool only 3 layers"):
+    with pytest.raises(IndexError, match="the model has a layer 3 and the pool 3 layers"):
         logits_of(model, tokens(3), PagedCache(pool, [7, 1]))
+
+
+def test_a_pool_with_more_layers_than_the_model_is_refused_at_the_next_forward(model: Any) -> None:
+    cache = PagedCache(Pool.mha(10, 4, LAYERS + 1, HEADS, HEAD_DIM, torch.float32), [7, 1])
+    logits_of(model, tokens(3), cache)
+    with pytest.raises(HiCacheSchedError, match="the model has fewer layers than the pool"):
+        logits_of(model, tokens(1), cache)
+
+
+def test_a_forward_after_one_that_raised_has_to_be_told_where_to_go_on(model: Any) -> None:
+    class BreaksDown:
+        def wait_layer(self, layer: int) -> None:
+            if layer == 2:
+                raise TimeoutError
+
+    cache = PagedCache(make_pool(), [7, 1], loads=[BreaksDown()])
+    with pytest.raises(TimeoutError):
+        logits_of(model, tokens(3), cache)
+    cache.loads = []
+    with pytest.raises(HiCacheSchedError, match="set num_tokens back"):
+        logits_of(model, tokens(3), cache)
+    cache.num_tokens = 0
+    assert_same_logits(logits_of(model, tokens(3), cache), logits_of(model, tokens(3)))
+
+
+@pytest.mark.parametrize("layer", [-1, LAYERS])
+def test_a_layer_that_is_not_there_is_refused(layer: int) -> None:
+    with pytest.raises(IndexError, match=f"the model has a layer {layer}"):
+        PagedCache(make_pool(), [7, 1]).update(states(1), states(1), layer)
 
 
 def test_a_cache_that_was_made_in_inference_mode_works_outside_it() -> None:
@@ -493,6 +524,8 @@ def test_a_cache_knows_its_batch_size() -> None:
         lambda cache: cache.batch_select_indices(torch.tensor([0])),
         lambda cache: cache.offload(0),
         lambda cache: cache.prefetch(0),
+        copy.copy,
+        copy.deepcopy,
         lambda cache: cache.layers[0].prefetch(),
     ],
 )
