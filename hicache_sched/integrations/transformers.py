@@ -108,8 +108,8 @@ class PagedCache(Cache):
             )
         if layer_idx == 0 and len({layer.num_tokens for layer in self._paged}) > 1:
             raise HiCacheSchedError(
-                "the layers of the cache have different numbers of tokens: if a forward raised, set num_tokens back; if "
-                "the model has fewer layers than the pool, make the pool with a layer for each of the model's"
+                "the layers of the cache have different numbers of tokens: if a forward raised, set num_tokens back; "
+                "if the model has fewer layers than the pool, make the pool with a layer for each of the model's"
             )
         return self._paged[layer_idx].update(key_states, value_states, *args, **kwargs)
 

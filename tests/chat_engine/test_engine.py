@@ -320,17 +320,20 @@ class BrokenAudit(Audit):
 
 
 async def test_an_audit_that_raises_ends_the_engine(model: Any) -> None:
+    clients: list[asyncio.Task[list[int]]] = []
+
     async def ask_it() -> None:
         async with serve(model, audit=BrokenAudit()) as served:
-            await served.ask(prompt_of(1, 30))
-            with pytest.raises(ZeroDivisionError):
-                await served.ask(prompt_of(2, 30), 20)
-            with pytest.raises(EngineClosedError) as closed:
-                await served.ask(prompt_of(2, 30))
-            assert isinstance(closed.value.__cause__, ZeroDivisionError)
+            for _ in range(3):
+                clients.append(served.ask(prompt_of(1, 30), 20))
+                await asyncio.wait(clients)
 
     with pytest.raises(ZeroDivisionError):
         await ask_it()
+    assert clients[0].exception() is None
+    later = clients[2].exception()
+    assert isinstance(later, EngineClosedError)
+    assert isinstance(later.__cause__, ZeroDivisionError)
 
 
 async def test_an_audit_that_raises_while_the_engine_is_closed_is_not_lost(model: Any) -> None:
@@ -345,6 +348,8 @@ async def test_an_audit_that_raises_while_the_engine_is_closed_is_not_lost(model
 async def test_a_hand_out_that_raises_ends_the_engine_and_leaves_no_page_behind(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    leaks: list[list[str]] = []
+
     async def fail(**options: Any) -> None:
         raise ZeroDivisionError("no hand-out")
 
@@ -352,12 +357,12 @@ async def test_a_hand_out_that_raises_ends_the_engine_and_leaves_no_page_behind(
         async with serve(model) as served:
             await served.ask_and_evict(prompt_of(1, 30))
             monkeypatch.setattr(served.transfers, "start_loading", fail)
-            with pytest.raises(ZeroDivisionError):
-                await served.ask(prompt_of(1, 30))
-            assert served.engine.prefixes.leaks() == []
+            await asyncio.wait([served.ask(prompt_of(1, 30))])
+            leaks.append(served.engine.prefixes.leaks())
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError, match="no hand-out"):
         await ask_it()
+    assert leaks == [[]]
 
 
 # -- clients that go away -------------------------------------------------------------------------------------------
