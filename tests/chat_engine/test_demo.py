@@ -112,6 +112,9 @@ async def test_every_check_passes_on_a_real_run(model: Any, fail_burst: int | No
     outcomes, audit = await run_ways(model, fail_burst)
     plain = answer(model, outcomes[0].turns[2].prompt, SETTINGS.max_new_tokens)
     assert [check.problem for check in checks(outcomes, audit, plain, fail_burst)] == [None] * 6
+    recomputed, *reloaded = (outcome.compared_loaded for outcome in outcomes)
+    assert recomputed == 0
+    assert sum(reloaded) == audit.compared_loaded < audit.compared
 
 
 PLAIN_REPLY = [3, 4]

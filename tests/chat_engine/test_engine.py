@@ -490,6 +490,31 @@ async def test_an_owner_who_is_cancelled_while_the_engine_closes_waits_for_what_
         assert served.engine.prefixes.leaks() == []
 
 
+async def test_pages_are_not_given_back_under_a_forward_when_the_loop_cancels_everything(model: Any) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def before() -> None:
+        began.set()
+        go_on.wait()
+
+    async def serve_and_cancel() -> None:
+        async with serve(WatchedModel(model, before)) as served:
+            client = served.ask(prompt_of(1, 30))
+            await until(began.is_set)
+            (scheduler,) = [task for task in asyncio.all_tasks() if task.get_name() == "engine-scheduler"]
+            scheduler.cancel()
+            for _ in range(10):
+                await asyncio.sleep(0)
+            told_too_early.append(client.done())
+            go_on.set()
+            await asyncio.wait([client])
+
+    told_too_early: list[bool] = []
+    with pytest.raises(asyncio.CancelledError):
+        await serve_and_cancel()
+    assert told_too_early == [False]
+
+
 async def test_an_engine_that_is_not_open_says_so(model: Any, device: EmulatedDevice) -> None:
     memory = Memory(KvShape.of(model), 4, device_pages=16, host_pages=0, runtime=device)
     with pytest.raises(EngineClosedError, match="async with"):
