@@ -50,8 +50,8 @@ class PrefixCache:
         self.index = PrefixIndex(tokens_per_node)
         self._memory = memory
         self._pages_per_node = tokens_per_node // memory.page_size
-        self._on_device = PageAllocator(memory.device_pool.num_rows)
-        self._on_host = PageAllocator(memory.host_pool.num_rows if memory.host_pool else 0)
+        self._on_device = PageAllocator(memory.device_pool.num_pages)
+        self._on_host = PageAllocator(memory.host_pool.num_pages if memory.host_pool else 0)
 
     @property
     def num_tokens(self) -> int:

@@ -17,7 +17,7 @@ from hicache_sched.device.binding import DeviceBinding
 from hicache_sched.device.row_copy import RowSelection
 from hicache_sched.errors import InvalidLoadError
 from hicache_sched.load_op import LoadOp
-from hicache_sched.pools import Pool, PoolPair
+from hicache_sched.pools import PlaneGeometry, Pool, PoolPair
 
 Indices = NDArray[np.int64]
 
@@ -116,8 +116,8 @@ class Planner:
 
     def __init__(self, pair: PoolPair) -> None:
         self._pair = pair
-        self._src_base, self._src_stride, self._row_bytes = _tables(pair.host)
-        self._dst_base, self._dst_stride, _ = _tables(pair.device)
+        self._src_base, self._src_stride, self._row_bytes = _tables(pair.host_rows)
+        self._dst_base, self._dst_stride, _ = _tables(pair.device_rows)
         self._bytes_per_row = int(self._row_bytes.sum()) * pair.num_layers
 
     def plan(self, ops: MergedOps) -> CopyPlan:
@@ -134,8 +134,8 @@ class Planner:
             _check_pages(pair.name, "host", pair.host.page_size, ops, ops.host)
             _check_pages(pair.name, "device", pair.device.page_size, ops, ops.device)
 
-        src_rows = _rows(ops.host, pair.host.tokens_per_row)
-        dst_rows = _rows(ops.device, pair.device.tokens_per_row)
+        src_rows = _rows(ops.host, pair.tokens_per_row)
+        dst_rows = _rows(ops.device, pair.tokens_per_row)
         dst_is_run = _is_run(dst_rows)
         if not dst_is_run:
             _check_distinct(pair, ops, dst_rows)
@@ -168,12 +168,12 @@ def _read(tensors: list[torch.Tensor], device: DeviceBinding, *, in_order: bool)
     return np.concatenate([tensor.numpy() for tensor in tensors])
 
 
-def _tables(pool: Pool) -> tuple[Indices, Indices, Indices]:
+def _tables(planes: Sequence[PlaneGeometry]) -> tuple[Indices, Indices, Indices]:
     """Addresses [plane, layer], row strides [plane] and row lengths [plane] of a pool."""
     return (
-        np.stack([plane.base for plane in pool.geometry]),
-        np.array([plane.row_stride for plane in pool.geometry], dtype=np.int64),
-        np.array([plane.row_bytes for plane in pool.geometry], dtype=np.int64),
+        np.stack([plane.base for plane in planes]),
+        np.array([plane.row_stride for plane in planes], dtype=np.int64),
+        np.array([plane.row_bytes for plane in planes], dtype=np.int64),
     )
 
 
@@ -239,7 +239,7 @@ def _check_distinct(pair: PoolPair, ops: MergedOps, rows: Indices) -> None:
     repeats = order[1:][rows[order[1:]] == rows[order[:-1]]]
     second = int(repeats.min())
     first = int(np.argmax(rows == rows[second]))
-    tokens_per_row = pair.device.tokens_per_row
+    tokens_per_row = pair.tokens_per_row
     raise InvalidLoadError(
         f"pool {pair.name!r}: device index {rows[second] * tokens_per_row} of node "
         f"{ops.node_of(second * tokens_per_row)} is already a destination of node "

@@ -218,11 +218,12 @@ class _Scatter:
 
 def _paired_layers(pair: PoolPair) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     """For each layer and plane the device's and the host's rows, [num_rows, units per row], in one unit."""
-    unit = _UNITS[gcd(8, *(_alignment(plane) for pool in (pair.host, pair.device) for plane in pool.geometry))]
+    host_rows, device_rows = pair.host_rows, pair.device_rows
+    unit = _UNITS[gcd(8, *map(_alignment, (*host_rows, *device_rows)))]
     return [
         [
             (device.layers[layer].view(unit), host.layers[layer].view(unit))
-            for host, device in zip(pair.host.geometry, pair.device.geometry, strict=True)
+            for host, device in zip(host_rows, device_rows, strict=True)
         ]
         for layer in range(pair.num_layers)
     ]

@@ -55,8 +55,11 @@ class PagedCache(Cache):
     """
 
     def __init__(self, pool: Pool, page_ids: PageIds, *, num_tokens: int = 0, loads: Sequence[LayerLoad] = ()) -> None:
-        if len(pool.planes) != 2:
-            raise ValueError(f"PagedCache needs a pool of keys and values, not one of {len(pool.planes)} planes")
+        if len(pool.geometry) != 2 or {len(shape) for shape in pool.token_shapes} != {2}:
+            raise ValueError(
+                "PagedCache needs a pool of keys and values, two planes with tokens of [num_heads, head_dim]; the "
+                f"tokens of this one are {' and '.join(map(str, pool.token_shapes))}"
+            )
         self._loads = list(loads)
         # Views that are made in inference mode could not be written through outside it.
         with torch.inference_mode(False):
@@ -147,8 +150,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call] # its `__ini
         self._table = table
         self._loads = loads
         self._keys, self._values = (
-            geometry.layers[layer].view(pool.dtype).unflatten(1, (pool.page_size, *plane.shape[-2:]))
-            for geometry, plane in zip(pool.geometry, pool.planes, strict=True)
+            _in_pages(plane.layers[layer], pool, token_shape)
+            for plane, token_shape in zip(pool.geometry, pool.token_shapes, strict=True)
         )
 
     @property
@@ -270,9 +273,10 @@ class PageTable:
         # A copy: the caller may use its tensor for something else.
         on_host = given.to(torch.int64, copy=True).view(-1, given.shape[-1])
         lowest, highest = int(on_host.min()), int(on_host.max())
-        if lowest < 0 or highest >= pool.num_rows:
+        if lowest < 0 or highest >= pool.num_pages:
             raise ValueError(
-                f"page_ids must be pages of the pool, from 0 to {pool.num_rows - 1}; they go from {lowest} to {highest}"
+                f"page_ids must be pages of the pool, from 0 to {pool.num_pages - 1}; they go from {lowest} to "
+                f"{highest}"
             )
         in_order = on_host.sort(1).values
         if (in_order[:, 1:] == in_order[:, :-1]).any():
@@ -326,6 +330,13 @@ class PageTable:
         if self._read is None or self._read[0] != num_pages:
             self._read = num_pages, self._pages[:, :num_pages].flatten()
         return self._read[1]
+
+
+def _in_pages(rows: torch.Tensor, pool: Pool, token_shape: tuple[int, ...]) -> torch.Tensor:
+    """One layer of a plane, uint8 [num_rows, row_bytes], as [num_pages, page_size, *token_shape]; a view."""
+    num_pages, tokens_per_row = pool.num_pages, pool.tokens_per_row
+    tokens: torch.Tensor = rows.view(pool.dtype).unflatten(1, (tokens_per_row, *token_shape))
+    return tokens.view(num_pages, -1, *tokens.shape[1:]).flatten(1, 2)
 
 
 def _not_ours(what: str) -> HiCacheSchedError:

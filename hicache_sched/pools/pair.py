@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hicache_sched.pools.pool import Pool
+from hicache_sched.pools.pool import PlaneGeometry, Pool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolPair:
     """Two pools of the same data: pages of `host` are loaded into pages of `device`.
 
-    Layouts and numbers of pages may differ; what a token is may not.
+    Layouts and numbers of pages may differ; what a token is may not. Where one side has pages for rows and the other
+    tokens, tokens are copied.
 
     Attributes:
         name: what load ops, acks and errors call the pair.
@@ -38,7 +39,7 @@ class PoolPair:
             raise ValueError(f"pool pair {self.name!r}: the host pool is on {host.device}, it must be in CPU memory")
         for what, on_host, on_device in (
             ("layers", host.num_layers, device.num_layers),
-            ("planes", len(host.planes), len(device.planes)),
+            ("planes", len(host.geometry), len(device.geometry)),
             ("page size", host.page_size, device.page_size),
             ("dtype", host.dtype, device.dtype),
             ("bytes per token and plane", _bytes_per_token(host), _bytes_per_token(device)),
@@ -49,9 +50,38 @@ class PoolPair:
                     "both sides must hold the same data"
                 )
 
+        for side, pool in (("host", host), ("device", device)):
+            if pool.tokens_per_row > self.tokens_per_row and not all(
+                plane.has_adjacent_rows for plane in pool.geometry
+            ):
+                raise ValueError(
+                    f"pool pair {self.name!r}: the other pool does not keep the tokens of a page together, so those of "
+                    f"the {side} pool would have to be copied one by one, which is not supported where pages lie "
+                    "apart: use the layout layer_first or page_first there"
+                )
+
     @property
     def num_layers(self) -> int:
         return self.device.num_layers
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens of a row that both sides have: of a page, or one."""
+        return min(self.host.tokens_per_row, self.device.tokens_per_row)
+
+    @property
+    def host_rows(self) -> tuple[PlaneGeometry, ...]:
+        """The host's planes in rows of `tokens_per_row`."""
+        return self._rows(self.host)
+
+    @property
+    def device_rows(self) -> tuple[PlaneGeometry, ...]:
+        """The device's planes in rows of `tokens_per_row`."""
+        return self._rows(self.device)
+
+    def _rows(self, pool: Pool) -> tuple[PlaneGeometry, ...]:
+        parts = pool.tokens_per_row // self.tokens_per_row
+        return pool.geometry if parts == 1 else tuple(plane.split(parts) for plane in pool.geometry)
 
 
 def _bytes_per_token(pool: Pool) -> tuple[int, ...]:

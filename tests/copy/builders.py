@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from hicache_sched.copy.plan import Planner, merge_ops
+from hicache_sched.copy.pooled import PooledBackend
+from hicache_sched.copy.submit import StagedSubmitter
+from hicache_sched.device.binding import DeviceBinding
 from hicache_sched.load_op import LoadOp
 from hicache_sched.pools import Layout, Pool, PoolPair
 
@@ -81,6 +86,44 @@ def expected_bytes(pair: PoolPair, ops: Sequence[LoadOp], layers: Sequence[int] 
 
 def _raw(planes: Sequence[torch.Tensor]) -> bytes:
     return b"".join(plane.view(torch.uint8).cpu().numpy().tobytes() for plane in planes)
+
+
+@dataclass
+class Point:
+    """A scheduler, as far as `bind` looks at one."""
+
+    device: DeviceBinding
+
+    def __post_init__(self) -> None:
+        self.runtime: Any = self.device.runtime
+        self.h2d_stream: Any = self.device.new_stream()
+        self.index_stream: Any = self.device.new_stream()
+
+
+def bound(pair: PoolPair, point: Point) -> PooledBackend:
+    backend = PooledBackend([pair])
+    backend.bind(point)
+    return backend
+
+
+def load(pair: PoolPair, ops: Sequence[LoadOp], point: Point) -> None:
+    """Move a burst as a scheduler does."""
+    backend = bound(pair, point)
+    with point.runtime.stream(point.index_stream):
+        prepared = backend.prepare(ops)
+    with point.runtime.stream(point.h2d_stream):
+        for layer in range(backend.num_layers):
+            backend.enqueue_layer(prepared, layer)
+    point.h2d_stream.synchronize()
+    backend.finish(prepared)
+
+
+def load_with_torch(pair: PoolPair, ops: Sequence[LoadOp], device: DeviceBinding) -> None:
+    """Move a burst with the torch submitter, whose calls are done at once on CPU tensors."""
+    copies = StagedSubmitter(pair, device).begin(Planner(pair).plan(merge_ops(ops, device)))
+    for layer in range(pair.num_layers):
+        copies.submit_layer(layer)
+    copies.release()
 
 
 class Burst(NamedTuple):

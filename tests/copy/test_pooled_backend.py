@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,57 +23,20 @@ from hicache_sched.device.row_copy import RowCopy
 from hicache_sched.errors import HiCacheSchedError, InvalidLoadError
 from hicache_sched.load_op import LoadOp
 from hicache_sched.pools import Layout, Pool, PoolPair
-from tests.copy.builders import LAYOUTS, Burst, bursts, expected_bytes, make_pair, page_op, raw_bytes, token_op
-
-
-@dataclass
-class Point:
-    """A scheduler, as far as `bind` looks at one."""
-
-    device: DeviceBinding
-
-    def __post_init__(self) -> None:
-        self.runtime: Any = self.device.runtime
-        self.h2d_stream: Any = self.device.new_stream()
-        self.index_stream: Any = self.device.new_stream()
-
-
-@pytest.fixture(scope="module")
-def emulated() -> Iterator[EmulatedDevice]:
-    with EmulatedDevice() as device:
-        yield device
-
-
-@pytest.fixture(scope="module")
-def point(emulated: EmulatedDevice) -> Point:
-    return Point(DeviceBinding(emulated))
-
-
-def bound(pair: PoolPair, point: Point) -> PooledBackend:
-    backend = PooledBackend([pair])
-    backend.bind(point)
-    return backend
-
-
-def load(pair: PoolPair, ops: Sequence[LoadOp], point: Point) -> None:
-    """Move a burst as a scheduler does."""
-    backend = bound(pair, point)
-    with point.runtime.stream(point.index_stream):
-        prepared = backend.prepare(ops)
-    with point.runtime.stream(point.h2d_stream):
-        for layer in range(backend.num_layers):
-            backend.enqueue_layer(prepared, layer)
-    point.h2d_stream.synchronize()
-    backend.finish(prepared)
-
-
-def load_with_torch(pair: PoolPair, ops: Sequence[LoadOp], device: DeviceBinding) -> None:
-    """Move a burst with the torch submitter, whose calls are done at once on CPU tensors."""
-    copies = StagedSubmitter(pair, device).begin(Planner(pair).plan(merge_ops(ops, device)))
-    for layer in range(pair.num_layers):
-        copies.submit_layer(layer)
-    copies.release()
-
+from tests.copy.builders import (
+    LAYOUTS,
+    Burst,
+    Point,
+    bound,
+    bursts,
+    expected_bytes,
+    load,
+    load_with_torch,
+    make_pair,
+    page_op,
+    raw_bytes,
+    token_op,
+)
 
 # -- bytes ----------------------------------------------------------------------------------------------------
 

@@ -7,9 +7,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -23,8 +22,9 @@ from hicache_sched.device import EmulatedDevice
 from hicache_sched.integrations.transformers import PagedCache
 from hicache_sched.pools import Layout, Pool, PoolPair
 from tests.builders import MakeScheduler
-from tests.copy.builders import LAYOUTS, page_op, raw_bytes
+from tests.copy.builders import page_op, raw_bytes
 
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 LAYERS, HEADS, HEAD_DIM, VOCAB = 4, 2, 8, 128
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "head_dim": HEAD_DIM, "vocab_size": VOCAB}
 COUNTS = {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": HEADS}
@@ -32,7 +32,7 @@ COUNTS = {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_
 CONFIG: dict[str, Any] = {**SIZES, **COUNTS, "eos_token_id": None, "pad_token_id": 0}
 TIMEOUT = 30.0
 PAGES = [[7, 1, 4], [0, 9, 2]]  # of up to two sequences, room for 12 tokens each
-on_both_layouts = pytest.mark.parametrize("layout", LAYOUTS)
+in_every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def tiny(family: Any, config: Any) -> Any:
@@ -68,8 +68,10 @@ def make_pool(layout: Layout = "layer_first", *, page_size: int = 4, num_pages: 
 
 def page_in(pool: Pool, plane: torch.Tensor, layer: int, page: int) -> torch.Tensor:
     """One page of a plane, [page_size, num_heads, head_dim], found by the documented shape of its layout."""
-    begin = page * pool.page_size
-    return plane[layer, begin : begin + pool.page_size] if plane.dim() == 4 else plane[page, layer]
+    if plane.dim() == 5:
+        return plane[page, layer]
+    tokens = slice(page * pool.page_size, (page + 1) * pool.page_size)
+    return plane[layer, tokens] if len(plane) == LAYERS else plane[tokens, layer]
 
 
 def tokens(length: int, batch: int = 1) -> torch.Tensor:
@@ -107,7 +109,7 @@ def assert_same_states(ours: Any, theirs: Any) -> None:
 # -- what a model computes ---------------------------------------------------------------------------------------
 
 
-@on_both_layouts
+@in_every_layout
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("chunks", [1, [5, 1, 5], 11])
 def test_a_model_computes_what_it_computes_with_a_dynamic_cache(
@@ -134,7 +136,7 @@ def test_neither_chunks_nor_pages_nor_their_order_change_what_a_model_computes(m
     assert_same_states(paged, dynamic)
 
 
-@on_both_layouts
+@in_every_layout
 def test_update_returns_exactly_what_it_was_given_so_far_and_puts_it_into_the_pages_in_order(layout: Layout) -> None:
     pool, keys, values = make_pool(layout), states(8), states(8)
     cache = PagedCache(pool, [7, 1])
@@ -148,7 +150,7 @@ def test_update_returns_exactly_what_it_was_given_so_far_and_puts_it_into_the_pa
         assert torch.equal(in_pages, theirs[0].transpose(0, 1))
 
 
-@on_both_layouts
+@in_every_layout
 def test_nothing_but_the_tokens_of_a_forward_is_written(model: Any, layout: Layout) -> None:
     pool = make_pool(layout)
     logits_of(model, tokens(6), PagedCache(pool, [7, 1, 4]), chunks=2)
@@ -248,7 +250,7 @@ class FailsAtLayer(PooledBackend):
 
 def host_with(model: Any, ids: torch.Tensor, pages: Sequence[int]) -> Pool:
     """A host pool whose pages hold the keys and values of `ids`, and NaN behind them."""
-    pool = make_pool("page_first_direct")
+    pool = make_pool()  # the layout that goes with any other
     logits_of(model, ids, PagedCache(pool, pages))
     return pool
 
@@ -264,7 +266,7 @@ def reload(
     return PagedCache(pool, [7, 1, 4], num_tokens=6, loads=[handle]), handle
 
 
-@on_both_layouts
+@in_every_layout
 @pytest.mark.parametrize("prefix", [6, 8])  # with 6, new tokens share a page with loaded ones
 def test_a_layers_pages_are_neither_read_nor_written_before_it_was_waited_for(
     model: Any, layout: Layout, prefix: int
@@ -308,7 +310,7 @@ def test_loads_set_later_are_waited_for_in_place_of_the_first() -> None:
     assert (first.waits, second.waits) == ([], [3])
 
 
-@on_both_layouts
+@in_every_layout
 def test_a_forward_follows_the_copies_layer_by_layer(
     model: Any, device: EmulatedDevice, make_scheduler: MakeScheduler, model_thread: Executor, layout: Layout
 ) -> None:
@@ -380,9 +382,8 @@ def test_numbers_that_are_not_whole_are_refused(page_ids: Any, num_tokens: Any) 
 
 
 def test_a_pool_of_one_plane_is_refused() -> None:
-    pool = make_pool()
-    with pytest.raises(ValueError, match="1 planes"):
-        PagedCache(replace(pool, planes=pool.planes[:1], geometry=pool.geometry[:1]), [7, 1])
+    with pytest.raises(ValueError, match=r"the tokens of this one are \(1, 16\)"):
+        PagedCache(Pool.mla(10, 4, LAYERS, 16, torch.float32), [7, 1])
 
 
 @pytest.mark.parametrize("wrong_values", [False, True])

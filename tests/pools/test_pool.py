@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from hicache_sched.pools import Layout, Pool, PoolPair
 
-LAYOUTS: tuple[Layout, ...] = ("layer_first", "page_first_direct")
+LAYOUTS: tuple[Layout, ...] = ("layer_first", "page_first", "page_first_direct")
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32)
 
 
@@ -28,14 +29,31 @@ def small_pool(**changes: Any) -> Pool:
 
 
 @pytest.mark.parametrize(
-    ("layout", "shape"), [("layer_first", (3, 20, 2, 8)), ("page_first_direct", (5, 3, 4, 2, 8))], ids=LAYOUTS
+    ("layout", "shape"),
+    [("layer_first", (3, 20)), ("page_first", (20, 3)), ("page_first_direct", (5, 3, 4))],
+    ids=LAYOUTS,
 )
-def test_mha_makes_k_and_v_in_the_shape_of_the_layout(layout: Layout, shape: tuple[int, ...]) -> None:
-    pool = small_pool(layout=layout)
+def test_every_constructor_makes_planes_in_the_shape_of_the_layout(layout: Layout, shape: tuple[int, ...]) -> None:
+    mha, mla = small_pool(layout=layout, v_head_dim=3), Pool.mla(5, 4, 3, 7, torch.bfloat16, layout=layout)
 
-    assert [tuple(plane.shape) for plane in pool.planes] == [shape, shape]
-    assert {plane.dtype for plane in pool.planes} == {torch.float16}
-    assert pool.planes[0].data_ptr() != pool.planes[1].data_ptr()
+    assert [tuple(plane.shape) for plane in mha.planes] == [(*shape, 2, 8), (*shape, 2, 3)]
+    assert [tuple(plane.shape) for plane in mla.planes] == [(*shape, 1, 7)]
+    assert {plane.dtype for plane in mha.planes} == {torch.float16}
+    assert mha.planes[0].data_ptr() != mha.planes[1].data_ptr()
+    assert (mha.token_shapes, mla.token_shapes) == (((2, 8), (2, 3)), ((1, 7),))
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [("layer_first", (3, 5, 40)), ("page_first", (5, 3, 40)), ("page_first_direct", (5, 3, 1, 40))],
+    ids=LAYOUTS,
+)
+def test_a_state_is_one_row_of_bytes_in_each_layer(layout: Layout, shape: tuple[int, ...]) -> None:
+    pool = Pool.state(5, 3, 40, layout=layout)
+
+    assert [tuple(plane.shape) for plane in pool.planes] == [shape]
+    assert (pool.dtype, pool.page_size, pool.tokens_per_row, pool.num_rows) == (torch.uint8, 1, 1, 5)
+    assert pool.geometry[0].row_bytes == 40
 
 
 def test_a_new_pool_is_zero() -> None:
@@ -62,7 +80,12 @@ def test_every_token_lies_where_the_geometry_says(
     page, offset = divmod(token, page_size)
 
     for plane, geometry in zip(pool.planes, pool.geometry, strict=True):
-        element = plane[layer, token] if layout == "layer_first" else plane[page, layer, offset]
+        where = {
+            "layer_first": (layer, token),
+            "page_first": (token, layer),
+            "page_first_direct": (page, layer, offset),
+        }[layout]
+        element = plane[where]
         token_bytes = geometry.row_bytes // pool.tokens_per_row
         row, within = divmod(token, pool.tokens_per_row)
         assert geometry.base[layer] + row * geometry.row_stride + within * token_bytes == element.data_ptr()
@@ -73,7 +96,8 @@ def test_every_token_lies_where_the_geometry_says(
 def test_layer_views_are_the_pools_own_memory(layout: Layout) -> None:
     pool = small_pool(layout=layout)
     keys = pool.geometry[0]
-    assert [tuple(layer.shape) for layer in keys.layers] == [(5, keys.row_bytes)] * 3
+    assert [tuple(layer.shape) for layer in keys.layers] == [(pool.num_rows, keys.row_bytes)] * 3
+    assert pool.num_pages == 5
 
     for layer in keys.layers:
         layer.fill_(0xFF)
@@ -87,6 +111,73 @@ def test_a_page_of_one_token_makes_rows_of_one_token() -> None:
 
     assert (pool.num_rows, pool.tokens_per_row, pool.num_tokens) == (5, 1, 5)
     assert pool.geometry[0].row_bytes == 2 * 8 * 2
+
+
+def test_a_wrapped_pool_is_the_engines_memory() -> None:
+    tensor = torch.zeros(3, 20, 2, 8)  # [num_layers, num_tokens, K and V, elements]
+    pool = Pool.wrap([tensor[:, :, 0], tensor[:, :, 1]], page_size=4)
+
+    for layer in pool.geometry[1].layers:
+        layer.fill_(0xFF)
+
+    assert not tensor[:, :, 0].any()
+    assert (tensor[:, :, 1].view(torch.uint8) == 0xFF).all()
+    assert (pool.num_layers, pool.num_tokens, pool.num_pages, pool.tokens_per_row) == (3, 20, 5, 1)
+    assert pool.token_shapes == ((8,), (8,))
+
+
+def test_tokens_that_lie_side_by_side_make_rows_of_pages() -> None:
+    assert Pool.wrap([torch.zeros(3, 20, 8)], page_size=4).tokens_per_row == 4
+    assert Pool.wrap([[torch.zeros(20, 8)] * 3], page_size=4).num_layers == 3
+
+
+def test_pages_can_lie_apart_where_they_are_given_as_pages() -> None:
+    tensor = torch.zeros(5, 2, 4, 8)  # [num_pages, K and V, page_size, elements], one layer
+    pool = Pool.wrap([[tensor[:, 0]], [tensor[:, 1]]], page_size=4, paged=True)
+
+    assert (pool.num_layers, pool.num_tokens, pool.tokens_per_row) == (1, 20, 4)
+    assert [plane.row_stride for plane in pool.geometry] == [2 * 4 * 8 * 4] * 2
+    assert [plane.row_bytes for plane in pool.geometry] == [4 * 8 * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("planes", "options", "words"),
+    [
+        ([], {}, r"a pool needs a plane, and for each of its layers a tensor \[num_tokens, \.\.\.\]"),
+        ([torch.zeros(3, 20)], {}, "a pool needs a plane"),
+        ([torch.zeros(3, 5, 4)], {"paged": True}, r"a tensor \[num_pages, page_size, \.\.\.\]"),
+        ([torch.zeros(3, 20, 8), torch.zeros(2, 20, 8)], {}, "same number of layers; these have 2 and 3"),
+        ([torch.zeros(3, 20, 8), torch.zeros(3, 16, 8)], {}, "same num_tokens"),
+        ([[torch.zeros(20, 8), torch.zeros(20, 8, dtype=torch.int8)]], {}, "same dtype"),
+        ([[torch.zeros(20, 8), torch.zeros(20, 8, device="meta")]], {}, "same device"),
+        ([[torch.zeros(20, 8), torch.zeros(20, 9)]], {}, "same shape in plane 0"),
+        ([[torch.zeros(20, 8), torch.zeros(20, 9)[:, :8]]], {}, "same strides in plane 0"),
+        ([torch.zeros(3, 20, 16)[..., ::2]], {}, "plane 0: each token must lie in one piece"),
+        ([torch.zeros(3, 1, 8).expand(3, 20, 8)], {}, "none on top of another"),
+        ([torch.zeros(3, 5, 4, 16)[..., :8]], {"paged": True}, "plane 0: each page must lie in one piece"),
+        ([torch.zeros(3, 18, 8)], {}, "not tokens in pages of 4"),
+        ([torch.zeros(3, 10, 2, 8)], {"paged": True}, "not tokens in pages of 4"),
+    ],
+    ids=lambda value: value.split(",")[0] if isinstance(value, str) else "",
+)
+def test_tensors_that_make_no_pool_are_refused(planes: Any, options: dict[str, bool], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Pool.wrap(planes, 4, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: Pool.mla(5, 4, 3, 0, torch.float16), "latent_dim"),
+        (lambda: Pool.state(0, 3, 40), "num_states"),
+        (lambda: Pool.state(5, 3, 0), "row_bytes"),
+        (lambda: Pool.wrap([torch.zeros(3, 20, 8)], 0), "page_size"),
+        (lambda: small_pool(v_head_dim=0), "v_head_dim"),
+    ],
+)
+def test_every_constructor_names_the_size_that_is_wrong(make: Callable[[], Pool], name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
+        make()
 
 
 def test_memory_is_pinned_by_default_exactly_where_cuda_is_present() -> None:
@@ -112,7 +203,7 @@ def test_what_is_not_a_torch_dtype_is_refused() -> None:
 
 
 def test_an_unknown_layout_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown layout 'page_last'.*layer_first, page_first_direct"):
+    with pytest.raises(ValueError, match=r"unknown layout 'page_last'.*layer_first, page_first, page_first_direct"):
         small_pool(layout="page_last")
 
 
