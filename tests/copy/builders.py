@@ -120,7 +120,7 @@ def load(pair: PoolPair, ops: Sequence[LoadOp], point: Point) -> None:
 
 def load_with_torch(pair: PoolPair, ops: Sequence[LoadOp], device: DeviceBinding) -> None:
     """Move a burst with the torch submitter, whose calls are done at once on CPU tensors."""
-    copies = StagedSubmitter(pair, device).begin(Planner(pair).plan(merge_ops(ops, device)))
+    copies = StagedSubmitter(pair, device).begin(Planner(pair).plan(merge_ops(ops, device, ["kv"])["kv"]))
     for layer in range(pair.num_layers):
         copies.submit_layer(layer)
     copies.release()

@@ -34,7 +34,7 @@ class ReadingDevice(DeviceBinding):
 
 
 def plan(pair: PoolPair, *ops: LoadOp) -> CopyPlan:
-    return Planner(pair).plan(merge_ops(ops, ReadingDevice()))
+    return Planner(pair).plan(merge_ops(ops, ReadingDevice(), ["kv"])["kv"])
 
 
 def refusal(pair: PoolPair, *ops: LoadOp) -> str:
@@ -47,7 +47,7 @@ def refusal(pair: PoolPair, *ops: LoadOp) -> str:
 
 
 def test_ops_are_merged_in_order() -> None:
-    merged = merge_ops([token_op(7, [5, 6], [1, 2]), token_op(9, [3], [8])], ReadingDevice())
+    merged = merge_ops([token_op(7, [5, 6], [1, 2]), token_op(9, [3], [8])], ReadingDevice(), ["kv"])["kv"]
 
     assert merged.node_ids == (7, 9)
     assert merged.host.tolist() == [5, 6, 3]
@@ -59,14 +59,14 @@ def test_device_indices_are_read_once_through_the_device_and_host_indices_withou
     device = ReadingDevice()
     ops = [token_op(1, [5], [1]), token_op(2, [6], [2])]
 
-    merge_ops(ops, device)
+    merge_ops(ops, device, ["kv"])
 
     assert [id(tensor) for tensor in device.reads] == [id(op.device_indices) for op in ops]
 
 
 def test_what_is_merged_does_not_follow_later_writes_of_the_engine() -> None:
     op = token_op(1, [5], [1])
-    merged = merge_ops([op], ReadingDevice())
+    merged = merge_ops([op], ReadingDevice(), ["kv"])["kv"]
 
     op.host_indices.fill_(0)
     op.device_indices.fill_(0)
@@ -77,14 +77,14 @@ def test_what_is_merged_does_not_follow_later_writes_of_the_engine() -> None:
 def test_indices_that_are_strided_views_are_read_right() -> None:
     every_other = torch.arange(8)[::2]
 
-    merged = merge_ops([LoadOp(1, every_other, every_other)], ReadingDevice())
+    merged = merge_ops([LoadOp(1, every_other, every_other)], ReadingDevice(), ["kv"])["kv"]
 
     assert merged.host.tolist() == merged.device.tolist() == [0, 2, 4, 6]
 
 
 def test_an_op_with_more_indices_on_one_side_is_refused() -> None:
     with pytest.raises(InvalidLoadError, match="node 3: 2 host indices but 1 device indices"):
-        merge_ops([token_op(3, [1, 2], [1])], ReadingDevice())
+        merge_ops([token_op(3, [1, 2], [1])], ReadingDevice(), ["kv"])
 
 
 # -- what a plan says -----------------------------------------------------------------------------------------

@@ -153,24 +153,9 @@ def test_the_backend_is_named_and_layered_as_its_pair() -> None:
     assert (backend.num_layers, backend.pool_names) == (3, ("kv",))
 
 
-def test_a_second_pair_is_refused_as_not_supported_yet() -> None:
-    pair = make_pair()
-    side = PoolPair("indexer", pair.host, pair.device)
-
-    with pytest.raises(HiCacheSchedError, match=r"side pools are not supported yet.*without 'indexer'"):
-        PooledBackend([pair, side])
-
-
 def test_a_backend_without_a_pair_is_refused() -> None:
     with pytest.raises(HiCacheSchedError, match="needs a pool pair"):
         PooledBackend([])
-
-
-def test_a_layer_mapper_is_refused_as_not_supported_yet() -> None:
-    pair = make_pair()
-
-    with pytest.raises(HiCacheSchedError, match="layer mapper, which is not supported yet"):
-        PooledBackend([PoolPair("kv", pair.host, pair.device, layer_mapper=lambda layer: layer)])
 
 
 def test_preparing_before_bind_says_what_is_missing() -> None:
@@ -231,7 +216,7 @@ def test_planning_and_submitting_make_the_same_calls_for_two_pages_and_for_a_tho
             binding = DeviceBinding(device)
             submitter = StagedSubmitter(pair, binding) if kind == "torch" else submitter_for(pair, binding)
             pages = list(range(num_pages))[::-1]
-            merged = merge_ops([page_op(1, pages, pages, page_size)], binding)
+            merged = merge_ops([page_op(1, pages, pages, page_size)], binding, ["kv"])["kv"]
             planner = Planner(pair)
             device.hold("h2d")  # its thread does not take part
             with device.stream(device.Stream()):
@@ -274,7 +259,7 @@ class LoggingDevice(DeviceBinding):
 
 
 def staged(pair: PoolPair, op: LoadOp, device: DeviceBinding) -> BurstCopies:
-    return StagedSubmitter(pair, device).begin(Planner(pair).plan(merge_ops([op], device)))
+    return StagedSubmitter(pair, device).begin(Planner(pair).plan(merge_ops([op], device, ["kv"])["kv"]))
 
 
 def test_a_staging_buffer_is_filled_again_only_after_its_copy_has_landed(emulated: EmulatedDevice) -> None:
