@@ -254,7 +254,7 @@ class Pool:
         return cls(
             planes=planes,
             geometry=tuple(
-                PlaneGeometry.of_layers([layer.reshape(num_rows, -1) for layer in plane.unbind(layer_dimension)])
+                PlaneGeometry.of_layers([layer.view(num_rows, -1) for layer in plane.unbind(layer_dimension)])
                 for plane in planes
             ),
             token_shapes=token_shapes,
