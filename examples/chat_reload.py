@@ -64,10 +64,9 @@ def main(
     console.print(report.replies_table(outcomes[-1]))
     console.print(report.ways_table(outcomes))
     with console.status("asking the model alone"):
-        *_, turn = (turn for turn in outcomes[0].turns if turn.conversation == 1)
         reply = plain_reply(
             model,
-            turn.prompt,
+            outcomes[0].end_of_chat_1.prompt,
             settings.max_new_tokens,
             chunk=settings.tokens_per_node,
             eos_token_ids=[tokenizer.eos_token_id],

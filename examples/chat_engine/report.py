@@ -42,7 +42,7 @@ def checks(
         for ours, theirs in zip(first.turns, other.turns, strict=True)
         if (ours.prompt, ours.reply.tokens) != (theirs.prompt, theirs.reply.tokens)
     ]
-    *_, compared = (turn for turn in first.turns if turn.conversation == 1)
+    compared = first.end_of_chat_1
     reloads = [outcome for outcome in outcomes if outcome.way is not Way.RECOMPUTE]
     expected_stale = [] if fail_burst is None else [fail_burst]
     return [

@@ -79,6 +79,11 @@ class Outcome:
     compared_loaded: int
     seconds: float
 
+    @property
+    def end_of_chat_1(self) -> Turn:
+        """The last turn of the first conversation: the one that is compared with what the model says alone."""
+        return [turn for turn in self.turns if turn.conversation == 1][-1]
+
 
 async def run_way(
     way: Way,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from hicache_sched.load_op import LoadOp
+from hicache_sched.load_op import LoadOp, PoolTransfer
 from hicache_sched.pools import Layout, Pool, PoolPair
 from tests.copy.builders import page_lists, page_op
 
@@ -140,18 +140,25 @@ class AnyBurst(NamedTuple):
     ops: list[LoadOp]
 
     def expected_bytes(self) -> bytes:
-        """What the device's memory holds once the burst has landed, made token by token; computed by undoing it."""
-        before = [tensor.clone() for tensor in self.device.memory]
-        for op in self.ops:
-            for source, destination in zip(op.host_indices.tolist(), op.device_indices.tolist(), strict=True):
-                for plane in range(len(self.pair.device.geometry)):
-                    for layer in range(self.pair.num_layers):
-                        token = self.host.token(plane, layer, source)
-                        self.device.token(plane, layer, destination).view(-1).copy_(token.reshape(-1))
-        expected = self.device.raw_bytes()
-        for tensor, old in zip(self.device.memory, before, strict=True):
-            tensor.copy_(old)
-        return expected
+        """What the device's memory holds once the burst has landed."""
+        return bytes_after(self.host, self.device, self.ops, range(self.pair.num_layers))
+
+
+def bytes_after(
+    host: AnyPool, device: AnyPool, transfers: Sequence[LoadOp | PoolTransfer], layers: Sequence[int]
+) -> bytes:
+    """What the device's memory holds once `transfers` have landed in `layers`, made token by token and undone."""
+    before = [tensor.clone() for tensor in device.memory]
+    for transfer in transfers:
+        for source, to in zip(transfer.host_indices.tolist(), transfer.device_indices.tolist(), strict=True):
+            for plane in range(len(device.pool.geometry)):
+                for layer in layers:
+                    token = host.token(plane, layer, source)
+                    device.token(plane, layer, to).view(-1).copy_(token.reshape(-1))
+    after = device.raw_bytes()
+    for tensor, old in zip(device.memory, before, strict=True):
+        tensor.copy_(old)
+    return after
 
 
 def fill(pool: AnyPool, seed: int) -> AnyPool:

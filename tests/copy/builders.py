@@ -106,16 +106,21 @@ def bound(pair: PoolPair, point: Point) -> PooledBackend:
     return backend
 
 
-def load(pair: PoolPair, ops: Sequence[LoadOp], point: Point) -> None:
-    """Move a burst as a scheduler does."""
-    backend = bound(pair, point)
+def move(backend: PooledBackend, ops: Sequence[LoadOp], layers: Sequence[int], point: Point) -> None:
+    """Move some layers of a burst as a scheduler does."""
+    backend.bind(point)
     with point.runtime.stream(point.index_stream):
         prepared = backend.prepare(ops)
     with point.runtime.stream(point.h2d_stream):
-        for layer in range(backend.num_layers):
+        for layer in layers:
             backend.enqueue_layer(prepared, layer)
     point.h2d_stream.synchronize()
     backend.finish(prepared)
+
+
+def load(pair: PoolPair, ops: Sequence[LoadOp], point: Point) -> None:
+    """Move a burst of one pair as a scheduler does."""
+    move(PooledBackend([pair]), ops, range(pair.num_layers), point)
 
 
 def load_with_torch(pair: PoolPair, ops: Sequence[LoadOp], device: DeviceBinding) -> None:

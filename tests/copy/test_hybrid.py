@@ -18,8 +18,8 @@ from hicache_sched.device.binding import DeviceBinding
 from hicache_sched.errors import HiCacheSchedError
 from hicache_sched.pools import PoolPair
 from tests.builders import MakeScheduler
-from tests.copy.any_pool import MAKERS, AnyPool, Sizes, fill
-from tests.copy.builders import Point, page_lists, tokens_of
+from tests.copy.any_pool import MAKERS, AnyPool, Sizes, bytes_after, fill
+from tests.copy.builders import Point, move, page_lists, tokens_of
 
 NUM_PAGES, PAGE_SIZE = 6, 2
 KV = Sizes(planes=(6, 4), page_size=PAGE_SIZE, num_layers=3, dtype=torch.float16)
@@ -40,19 +40,9 @@ class Side:
         self.mapper = mapper or (lambda layer: layer if layer < sizes.num_layers else None)
 
     def expect(self, transfers: Sequence[LoadOp | PoolTransfer], layers: Sequence[int]) -> bytes:
-        """The device's memory once `transfers` have landed in those transfer layers, made token by token and undone."""
-        before = [tensor.clone() for tensor in self.device.memory]
-        for local in (self.mapper(layer) for layer in layers):
-            for transfer in transfers if local is not None else ():
-                for source, to in zip(transfer.host_indices.tolist(), transfer.device_indices.tolist(), strict=True):
-                    for plane in range(len(self.pair.device.geometry)):
-                        assert local is not None
-                        token = self.host.token(plane, local, source)
-                        self.device.token(plane, local, to).view(-1).copy_(token.reshape(-1))
-        after = self.device.raw_bytes()
-        for tensor, old in zip(self.device.memory, before, strict=True):
-            tensor.copy_(old)
-        return after
+        """The device's memory once `transfers` have landed in those transfer layers."""
+        local_layers = [local for local in map(self.mapper, layers) if local is not None]
+        return bytes_after(self.host, self.device, transfers, local_layers)
 
 
 def make_sides() -> list[Side]:
@@ -89,16 +79,6 @@ TWO_NODES = [
 ]
 
 
-def enqueue(backend: PooledBackend, ops: Sequence[LoadOp], layers: Sequence[int], point: Point) -> None:
-    backend.bind(point)
-    prepared = backend.prepare(ops)
-    with point.runtime.stream(point.h2d_stream):
-        for layer in layers:
-            backend.enqueue_layer(prepared, layer)
-    point.h2d_stream.synchronize()
-    backend.finish(prepared)
-
-
 # -- bytes ----------------------------------------------------------------------------------------------------------
 
 
@@ -107,7 +87,7 @@ def test_each_transfer_layer_moves_the_layer_that_each_pool_has_for_it(layers: l
     sides = make_sides()
     expected = [side.expect(shares_of(side.pair.name, TWO_NODES), layers) for side in sides]
 
-    enqueue(backend_of(sides), TWO_NODES, layers, point)
+    move(backend_of(sides), TWO_NODES, layers, point)
 
     assert [side.device.raw_bytes() == bytes_ for side, bytes_ in zip(sides, expected, strict=True)] == [
         True,
@@ -140,7 +120,7 @@ def test_any_mixture_of_pools_and_nodes_arrives(data: st.DataObject, point: Poin
         return
     expected = [side.expect(shares_of(side.pair.name, ops), range(4)) for side in sides]
 
-    enqueue(backend_of(sides), ops, range(4), point)
+    move(backend_of(sides), ops, range(4), point)
 
     assert all(side.device.raw_bytes() == bytes_ for side, bytes_ in zip(sides, expected, strict=True))
 
@@ -150,7 +130,7 @@ def test_a_burst_may_move_side_pools_alone(point: Point) -> None:
     only_states = [op(1, [], [], transfer("states", [2], [4]))]
     expected = [side.expect(shares_of(side.pair.name, only_states), range(4)) for side in sides]
 
-    enqueue(backend_of(sides), only_states, range(4), point)
+    move(backend_of(sides), only_states, range(4), point)
 
     assert all(side.device.raw_bytes() == bytes_ for side, bytes_ in zip(sides, expected, strict=True))
 
