@@ -1,272 +1,189 @@
-"""From a burst's load ops to flat arrays that say which bytes go where.
-
-Everything here works on whole arrays: one loop over the ops that are merged, none over tokens, pages or layers.
-"""
+"""What a burst copies, as plain arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from hicache_sched.device.binding import DeviceBinding
-from hicache_sched.device.row_copy import RowSelection
+from hicache_sched.device.copy_batch import CopyBatch
 from hicache_sched.errors import InvalidLoadError
-from hicache_sched.load_op import LoadOp
-from hicache_sched.pools import PlaneGeometry, Pool, PoolPair
 
-Indices = NDArray[np.int64]
-
-
-class MergedOps(NamedTuple):
-    """The load ops of a burst as one, for one pool; the arrays are copies, nobody else writes them.
-
-    Attributes:
-        node_ids: the ops' nodes, in order.
-        ends: int64 [num_ops], where each op's tokens end.
-        host: int64 [num_tokens], token indices in the host pool.
-        device: int64 [num_tokens], token indices in the device pool.
-    """
-
-    node_ids: tuple[int, ...]
-    ends: Indices
-    host: Indices
-    device: Indices
-
-    def node_of(self, position: int) -> int:
-        """Node of the op that token number `position` of the burst belongs to."""
-        return self.node_ids[int(np.searchsorted(self.ends, position, side="right"))]
+Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyPlan:
-    """One pool's share of a burst: plain arrays that can be executed without Python.
+    """A burst as arrays that can be executed without Python: every copy of every layer.
 
-    For each plane `p` and layer `l`, row `i` of the burst is `row_bytes[p]` bytes that go
-    from `src_base[p, l] + src_rows[i] * src_stride[p]` to `dst_base[p, l] + dst_rows[i] * dst_stride[p]`.
+    A plane is one of a pool's (K, V, ...); the planes of a plan are those of all its pools, the anchor's first. Copies
+    are in order of their planes, those of plane `p` from `plane_ends[p - 1]` (0 for the first) to `plane_ends[p]`, and
+    the same in each layer: in transfer layer `l`, copy `i` of plane `p` moves `sizes[i]` bytes from `src_base[l, p] +
+    src_offsets[i]` to `dst_base[l, p] + dst_offsets[i]`.
+
+    All arrays are int64 and C-contiguous.
 
     Attributes:
-        src_rows: int64 [num_rows], rows of the host pool; the same row may come twice.
-        dst_rows: int64 [num_rows], rows of the device pool, each once.
-        src_base: int64 [num_planes, num_layers], addresses.
-        dst_base: int64 [num_planes, num_layers], addresses.
-        src_stride: int64 [num_planes], bytes.
-        dst_stride: int64 [num_planes], bytes.
-        row_bytes: int64 [num_planes].
-        src_is_run: whether `src_rows` is one contiguous run, and can be taken as one.
-        dst_is_run: the same of `dst_rows`.
-        num_tokens: tokens that the burst moves in this pool.
-        num_bytes: bytes that the burst moves in this pool, all planes and layers together.
+        src_offsets: [num_copies], bytes; the same source may come twice.
+        dst_offsets: [num_copies], bytes; no destination overlaps another.
+        sizes: [num_copies], bytes.
+        plane_ends: [num_planes].
+        src_base: [num_layers, num_planes], addresses on the host; 0 where the layer has no such plane.
+        dst_base: [num_layers, num_planes], addresses on the device; 0 where the layer has no such plane.
+        src_extent: [num_planes], bytes from a base on that belong to the plane and layer.
+        dst_extent: [num_planes], the same on the device.
+        src_stride: [num_planes], bytes from row to row, by which errors name rows.
+        dst_stride: [num_planes], the same on the device.
+        pools: [num_planes], which of the backend's `pool_names` a plane belongs to, ascending.
     """
 
-    src_rows: Indices
-    dst_rows: Indices
-    src_base: Indices
-    dst_base: Indices
-    src_stride: Indices
-    dst_stride: Indices
-    row_bytes: Indices
-    src_is_run: bool
-    dst_is_run: bool
-    num_tokens: int
-    num_bytes: int
+    src_offsets: Int64s
+    dst_offsets: Int64s
+    sizes: Int64s
+    plane_ends: Int64s
+    src_base: Int64s
+    dst_base: Int64s
+    src_extent: Int64s
+    dst_extent: Int64s
+    src_stride: Int64s
+    dst_stride: Int64s
+    pools: Int64s
 
     @property
-    def src_selection(self) -> RowSelection:
-        """`src_rows`, as a slice where they are one run."""
-        return _as_slice(self.src_rows) if self.src_is_run else self.src_rows
+    def num_bytes(self) -> int:
+        """Bytes that the burst moves, all planes and layers together."""
+        return int((self.plane_bytes * (self.dst_base != 0)).sum())
 
     @property
-    def dst_selection(self) -> RowSelection:
-        """`dst_rows`, as a slice where they are one run."""
-        return _as_slice(self.dst_rows) if self.dst_is_run else self.dst_rows
+    def plane_bytes(self) -> Int64s:
+        """Bytes that the burst moves in one layer, [num_planes]."""
+        until = np.append(0, np.cumsum(self.sizes))
+        planes: Int64s = until[self.plane_ends] - until[np.append(0, self.plane_ends[:-1])]
+        return planes
 
-
-def merge_ops(ops: Sequence[LoadOp], device: DeviceBinding, pool_names: Sequence[str]) -> dict[str, MergedOps]:
-    """Read the indices of a burst's ops and join them in order, for each pool that the burst moves something of.
-
-    Device indices are read in order of the current stream, all of them at once, so this may block; host indices in CPU
-    memory are simply read. A tensor that several pools share is read once.
-
-    :param pool_names: the anchor's name first, then the side pools'.
-    :raises InvalidLoadError: an op's two index tensors differ in length.
-    """
-    shares: dict[str, list[_Share]] = {name: [] for name in pool_names}
-    for op in ops:
-        if op.num_tokens:
-            shares[pool_names[0]].append(_Share(op.node_id, op.host_indices, op.device_indices))
-        for transfer in op.pool_transfers:
-            shares[transfer.name].append(_Share(op.node_id, transfer.host_indices, transfer.device_indices))
-    moved = {name: pool_shares for name, pool_shares in shares.items() if pool_shares}
-    for name, pool_shares in moved.items():
-        for share in pool_shares:
-            if share.host.shape != share.device.shape:
-                raise InvalidLoadError(
-                    f"pool {name!r}: node {share.node_id}: {share.host.numel()} host indices but "
-                    f"{share.device.numel()} device indices; each token needs one of both"
-                )
-    every_share = [share for pool_shares in moved.values() for share in pool_shares]
-    host = _read([share.host for share in every_share], device, in_order=False)
-    on_device = _read([share.device for share in every_share], device, in_order=True)
-    return {
-        name: MergedOps(
-            node_ids=tuple(share.node_id for share in pool_shares),
-            ends=np.cumsum([len(share.host) for share in pool_shares], dtype=np.int64),
-            host=np.concatenate([host[id(share.host)] for share in pool_shares]),
-            device=np.concatenate([on_device[id(share.device)] for share in pool_shares]),
+    def name_copy(self, copy: int, layer: int, pool_names: Sequence[str]) -> str:
+        """A copy in words: its pool, plane, layer and rows."""
+        plane = int(np.searchsorted(self.plane_ends, copy, side="right"))
+        pool = int(self.pools[plane])
+        number = plane - int(np.searchsorted(self.pools, pool))
+        first, last = (
+            (int(offset) // int(stride), (int(offset) + int(self.sizes[copy]) - 1) // int(stride))
+            for offset, stride in (
+                (self.dst_offsets[copy], self.dst_stride[plane]),
+                (self.src_offsets[copy], self.src_stride[plane]),
+            )
         )
-        for name, pool_shares in moved.items()
-    }
-
-
-class _Share(NamedTuple):
-    """What one op moves in one pool."""
-
-    node_id: int
-    host: torch.Tensor
-    device: torch.Tensor
-
-
-class Planner:
-    """Plans bursts of one pool pair. What does not depend on the burst is laid out once, here.
-
-    :param pair: the pools; transfer layers are their layers.
-    """
-
-    def __init__(self, pair: PoolPair) -> None:
-        self._pair = pair
-        self._src_base, self._src_stride, self._row_bytes = _tables(pair.host_rows)
-        self._dst_base, self._dst_stride, _ = _tables(pair.device_rows)
-        self._bytes_per_row = int(self._row_bytes.sum()) * pair.num_layers
-
-    def plan(self, ops: MergedOps) -> CopyPlan:
-        """Check every index of a burst and say what to copy; touches no pool memory.
-
-        :raises InvalidLoadError: an index is out of range, a page is not whole or not aligned, or a destination
-            is named twice.
-        """
-        pair = self._pair
-        _check_range(pair.name, "host", pair.host, ops, ops.host)
-        _check_range(pair.name, "device", pair.device, ops, ops.device)
-        if pair.device.page_size > 1:
-            _check_whole_pages(pair, ops)
-            _check_pages(pair.name, "host", pair.host.page_size, ops, ops.host)
-            _check_pages(pair.name, "device", pair.device.page_size, ops, ops.device)
-
-        src_rows = _rows(ops.host, pair.tokens_per_row)
-        dst_rows = _rows(ops.device, pair.tokens_per_row)
-        dst_is_run = _is_run(dst_rows)
-        if not dst_is_run:
-            _check_distinct(pair, ops, dst_rows)
-        return CopyPlan(
-            src_rows=src_rows,
-            dst_rows=dst_rows,
-            src_base=self._src_base,
-            dst_base=self._dst_base,
-            src_stride=self._src_stride,
-            dst_stride=self._dst_stride,
-            row_bytes=self._row_bytes,
-            src_is_run=_is_run(src_rows),
-            dst_is_run=dst_is_run,
-            num_tokens=len(ops.device),
-            num_bytes=len(dst_rows) * self._bytes_per_row,
+        return (
+            f"pool {pool_names[pool]!r}, plane {number}, layer {layer}, {_rows(*first)} of the device pool from "
+            f"{_rows(*last)} of the host pool"
         )
 
 
-def _read(tensors: Sequence[torch.Tensor], device: DeviceBinding, *, in_order: bool) -> dict[int, Indices]:
-    """Values of tensors, by the tensor's `id`; not to be kept, as they may be the tensors' own memory.
+def _rows(first: int, last: int) -> str:
+    return f"row {first}" if first == last else f"rows {first} to {last}"
 
-    :param in_order: whether tensors in CPU memory, too, may be written by work on the current stream; so it is
-        on an emulated device.
+
+def check_plan(plan: CopyPlan, num_layers: int, num_pools: int) -> None:
+    """Refuse a plan that is not what `CopyPlan` says; for plans that are not made here.
+
+    :raises InvalidLoadError: naming the array that has to change.
     """
-    distinct = {id(tensor): tensor for tensor in tensors}
-    values = list(distinct.values())
-    if len({tensor.device for tensor in values}) == 1 and not values[0].is_cpu:
-        # One read of the device instead of one per tensor.
-        values = list(device.to_host([torch.cat(values)])[0].split([len(tensor) for tensor in values]))
-    elif in_order or not all(tensor.is_cpu for tensor in values):
-        values = device.to_host(values)
-    return {key: value.numpy() for key, value in zip(distinct, values, strict=True)}
+    for field in fields(plan):
+        array = getattr(plan, field.name)
+        if not isinstance(array, np.ndarray) or array.dtype != np.int64 or not array.flags.c_contiguous:
+            raise InvalidLoadError(f"a plan's {field.name} must be a C-contiguous int64 array, not {_kind(array)}")
+    num_copies, num_planes = len(plan.sizes), len(plan.plane_ends)
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("src_offsets", "dst_offsets", "sizes"), (num_copies,))
+    shapes |= dict.fromkeys(("src_base", "dst_base"), (num_layers, num_planes))
+    for field in fields(plan):
+        array, shape = getattr(plan, field.name), shapes.get(field.name, (num_planes,))
+        if array.shape != shape:
+            raise InvalidLoadError(f"a plan's {field.name} must have the shape {shape}, not {array.shape}")
+    ends = np.append(0, plan.plane_ends)
+    if not num_planes or (np.diff(ends) < 0).any() or ends[-1] != num_copies:
+        raise InvalidLoadError(
+            f"a plan's plane_ends must ascend to the number of copies, {num_copies}, not {plan.plane_ends.tolist()}"
+        )
+    if (np.diff(plan.pools) < 0).any() or (plan.pools < 0).any() or (plan.pools >= num_pools).any():
+        raise InvalidLoadError(
+            f"a plan's pools must ascend within the {num_pools} pools of the backend, not {plan.pools.tolist()}"
+        )
+    for name in ("src_stride", "dst_stride"):
+        if (getattr(plan, name) < 1).any():
+            raise InvalidLoadError(f"a plan's {name} must be positive")
+    if (plan.sizes < 1).any():
+        raise InvalidLoadError(f"a plan's sizes must be positive: copy {np.argmin(plan.sizes)} moves no byte")
+    if ((plan.src_base == 0) != (plan.dst_base == 0)).any() or (plan.src_base < 0).any() or (plan.dst_base < 0).any():
+        raise InvalidLoadError("a plan's src_base and dst_base must be 0 for the same planes and layers, none negative")
+    planes = np.repeat(np.arange(num_planes), np.diff(ends))
+    for side in ("src", "dst"):
+        offsets, extent = getattr(plan, f"{side}_offsets"), getattr(plan, f"{side}_extent")[planes]
+        # Subtracted rather than added, so that nothing overflows.
+        outside = (offsets < 0) | (offsets > extent - plan.sizes)
+        if outside.any():
+            copy = int(np.argmax(outside))
+            raise InvalidLoadError(
+                f"a plan's {side}_offsets must stay within their planes: copy {copy} moves {plan.sizes[copy]} bytes "
+                f"at offset {offsets[copy]} of {extent[copy]}"
+            )
+    order = np.lexsort((plan.dst_offsets, planes))
+    starts, lasts = plan.dst_offsets[order], plan.dst_offsets[order] + plan.sizes[order]
+    twice = (starts[1:] < lasts[:-1]) & (planes[order[1:]] == planes[order[:-1]])
+    if twice.any():
+        first, second = sorted(order[int(np.argmax(twice)) : int(np.argmax(twice)) + 2].tolist())
+        raise InvalidLoadError(
+            f"a plan's destinations must not overlap, as copies {first} and {second} of plane {planes[first]} do"
+        )
 
 
-def _tables(planes: Sequence[PlaneGeometry]) -> tuple[Indices, Indices, Indices]:
-    """Addresses [plane, layer], row strides [plane] and row lengths [plane] of a pool."""
-    return (
-        np.stack([plane.base for plane in planes]),
-        np.array([plane.row_stride for plane in planes], dtype=np.int64),
-        np.array([plane.row_bytes for plane in planes], dtype=np.int64),
-    )
+def _kind(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return f"{'a strided' if not value.flags.c_contiguous else 'an'} array of {value.dtype}"
+    return repr(value)
 
 
-def _rows(tokens: Indices, tokens_per_row: int) -> Indices:
-    """Rows of tokens that come in whole rows."""
-    return tokens if tokens_per_row == 1 else tokens[::tokens_per_row] // tokens_per_row
+_COPIES_AT_ONCE = 1 << 17
+"""Addresses worked out together, for as many layers as that makes: one return from numpy instead of one per layer, each
+of which may have to wait for the GIL, within a megabyte of memory a side."""
 
 
-def _is_run(rows: Indices) -> bool:
-    return bool(rows[-1] - rows[0] == len(rows) - 1) and bool((np.diff(rows) == 1).all())
+class LayerBatches:
+    """A plan's copies as addresses, layer by layer; for layers in ascending order each is worked out once."""
 
+    def __init__(self, plan: CopyPlan, owner: object) -> None:
+        self._plan = plan
+        self._owner = owner
+        self._copies_per_plane = np.diff(plan.plane_ends, prepend=0)
+        self._has_planes = plan.dst_base != 0
+        self._is_complete = self._has_planes.all(axis=1).tolist()
+        self._layers_at_once = max(1, _COPIES_AT_ONCE // max(1, len(plan.sizes)))
+        self._first = 0
+        self._dst = self._src = np.empty((0, 0), dtype=np.int64)
 
-def _as_slice(rows: Indices) -> slice:
-    return slice(int(rows[0]), int(rows[-1]) + 1)
+    def layer(self, layer: int) -> CopyBatch | None:
+        """The copies of a layer; None where there is nothing to copy."""
+        if not self._has_planes[layer].any():
+            return None
+        row = layer - self._first
+        if not 0 <= row < len(self._dst):
+            self._work_out(layer)
+            row = 0
+        batch = CopyBatch(self._dst[row], self._src[row], self._plan.sizes, self._owner)
+        if self._is_complete[layer]:
+            return batch
+        kept = self.positions(layer)
+        return batch._replace(dst=batch.dst[kept], src=batch.src[kept], sizes=batch.sizes[kept])
 
+    def positions(self, layer: int) -> Int64s:
+        """Which copies of the plan a layer's batch is made of."""
+        return np.flatnonzero(np.repeat(self._has_planes[layer], self._copies_per_plane))
 
-def _check_range(name: str, side: str, pool: Pool, ops: MergedOps, tokens: Indices) -> None:
-    # As unsigned numbers, negative ones are too large as well: one pass instead of two.
-    if tokens.view(np.uint64).max() < pool.num_tokens:
-        return
-    position = int(np.argmax((tokens < 0) | (tokens >= pool.num_tokens)))
-    raise InvalidLoadError(
-        f"pool {name!r}: {side} index {tokens[position]} of node {ops.node_of(position)} is out of range; "
-        f"the {side} pool has tokens 0 to {pool.num_tokens - 1}, load only what its allocator handed out"
-    )
-
-
-def _check_whole_pages(pair: PoolPair, ops: MergedOps) -> None:
-    page_size = pair.device.page_size
-    lengths = np.diff(ops.ends, prepend=0)
-    partial = lengths % page_size
-    if not partial.any():
-        return
-    op = int(np.argmax(partial > 0))
-    first = int(ops.ends[op] - partial[op])
-    raise InvalidLoadError(
-        f"pool {pair.name!r}: node {ops.node_ids[op]} loads {lengths[op]} tokens, which is no multiple of the page "
-        f"size {page_size}; its last page is cut short on both sides, from host index {ops.host[first]} and device "
-        f"index {ops.device[first]} on: pass whole pages"
-    )
-
-
-def _check_pages(name: str, side: str, page_size: int, ops: MergedOps, tokens: Indices) -> None:
-    firsts = tokens[::page_size]
-    steps = np.diff(tokens)
-    steps[page_size - 1 :: page_size] = 1  # from page to page any step will do
-    if not (firsts % page_size).any() and (steps == 1).all():
-        return
-    expected = (firsts // page_size * page_size)[:, None] + np.arange(page_size)
-    position = int(np.argmax(tokens != expected.ravel()))
-    raise InvalidLoadError(
-        f"pool {name!r}: {side} index {tokens[position]} of node {ops.node_of(position)} breaks page alignment; "
-        f"each {page_size} tokens must be consecutive {side} indices that start at a multiple of the page size, "
-        "pass whole pages"
-    )
-
-
-def _check_distinct(pair: PoolPair, ops: MergedOps, rows: Indices) -> None:
-    ordered = np.sort(rows)
-    if (ordered[1:] != ordered[:-1]).all():
-        return
-    order = np.argsort(rows, kind="stable")
-    repeats = order[1:][rows[order[1:]] == rows[order[:-1]]]
-    second = int(repeats.min())
-    first = int(np.argmax(rows == rows[second]))
-    tokens_per_row = pair.tokens_per_row
-    raise InvalidLoadError(
-        f"pool {pair.name!r}: device index {rows[second] * tokens_per_row} of node "
-        f"{ops.node_of(second * tokens_per_row)} is already a destination of node "
-        f"{ops.node_of(first * tokens_per_row)} in this burst; give each token a device index of its own"
-    )
+    def _work_out(self, first: int) -> None:
+        plan, layers = self._plan, slice(first, first + self._layers_at_once)
+        self._dst = np.repeat(plan.dst_base[layers], self._copies_per_plane, axis=1)
+        self._src = np.repeat(plan.src_base[layers], self._copies_per_plane, axis=1)
+        self._dst += plan.dst_offsets
+        self._src += plan.src_offsets
+        self._first = first

@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 from hicache_sched.copy.backend import TransferPoint
-from hicache_sched.copy.plan import CopyPlan, Planner, merge_ops
-from hicache_sched.copy.submit import BurstCopies, Submitter, submitter_for
+from hicache_sched.copy.merge import merge_ops
+from hicache_sched.copy.plan import CopyPlan
+from hicache_sched.copy.planner import BurstPlanner
+from hicache_sched.copy.staged import StagedSubmitter
+from hicache_sched.copy.submit import BatchSubmitter, BurstCopies, Submitter
+from hicache_sched.device.batched_copy import NoBatchedCopy, batched_copy_for
 from hicache_sched.device.binding import DeviceBinding
+from hicache_sched.device.emulated import EmulatedDevice
 from hicache_sched.errors import HiCacheSchedError
 from hicache_sched.load_op import LoadOp
 from hicache_sched.pools import PoolPair
-
-
-class PairShare(NamedTuple):
-    """What a planned burst moves of one pair.
-
-    Attributes:
-        plan: what is copied.
-        copies: its copies on their way.
-        local_layers: local layer of each transfer layer, None for one that the pair does not have.
-    """
-
-    plan: CopyPlan
-    copies: BurstCopies
-    local_layers: Sequence[int | None]
 
 
 class PreparedBurst:
     """A planned burst.
 
     Attributes:
-        shares: what it moves of each pair, the anchor first.
+        plan: what is copied.
+        copies: its copies on their way.
+        num_bytes: bytes that it moves, all pools and layers together.
     """
 
-    __slots__ = ("shares",)
+    __slots__ = ("copies", "num_bytes", "plan")
 
-    def __init__(self, shares: Sequence[PairShare]) -> None:
-        self.shares = shares
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(share.plan.num_bytes for share in self.shares)
+    def __init__(self, plan: CopyPlan, copies: BurstCopies) -> None:
+        self.plan = plan
+        self.copies = copies
+        self.num_bytes = plan.num_bytes
 
 
 class PooledBackend:
@@ -53,11 +43,13 @@ class PooledBackend:
 
     :param pairs: the anchor's pair, then those of the side pools.
     :param num_layers: transfer layers; None for as many as the largest pair without a layer mapper has.
+    :param stable_host: whether the host pages of a burst are complete when it is handed out, with no copy to them still
+        on its way. CUDA may then read them at any time, else it reads them in the order of the h2d stream.
     :raises HiCacheSchedError: there is no pair, two have the same name, or a pair's layers and the transfer layers do
         not fit together: each layer of a pair has to be moved by one transfer layer.
     """
 
-    def __init__(self, pairs: Sequence[PoolPair], *, num_layers: int | None = None) -> None:
+    def __init__(self, pairs: Sequence[PoolPair], *, num_layers: int | None = None, stable_host: bool = False) -> None:
         if not pairs:
             raise HiCacheSchedError("PooledBackend needs a pool pair to move")
         names = tuple(pair.name for pair in pairs)
@@ -72,9 +64,10 @@ class PooledBackend:
         self._names = names
         self._num_layers = num_layers
         self._local_layers = [_local_layers(pair, num_layers) for pair in pairs]
-        self._planners = [Planner(pair) for pair in pairs]
+        self._planner = BurstPlanner(pairs, self._local_layers)
+        self._stable_host = stable_host
         self._device: DeviceBinding | None = None
-        self._submitters: list[Submitter] = []
+        self._submitter: Submitter | None = None
 
     @property
     def num_layers(self) -> int:
@@ -84,13 +77,27 @@ class PooledBackend:
     def pool_names(self) -> tuple[str, ...]:
         return self._names
 
+    @property
+    def copy_method(self) -> str | None:
+        """How copies are made, once bound; for logs."""
+        return None if self._submitter is None else self._submitter.name
+
     def bind(self, scheduler: TransferPoint) -> None:
-        """Learn the device, and lay out views of every plane and layer, once for all bursts.
+        """Learn the device, and how it makes copies: in batches where it can.
 
         :raises HiCacheSchedError: a device pool is on another device than the scheduler.
         """
-        self._submitters = [submitter_for(pair, scheduler.device) for pair in self._pairs]
-        self._device = scheduler.device
+        device = scheduler.device
+        for pair in self._pairs:
+            _check_place(pair, device)
+        batched_copy = batched_copy_for(
+            device, scheduler.h2d_stream, self._host_memory(), stable_source=self._stable_host
+        )
+        if isinstance(batched_copy, NoBatchedCopy):
+            self._submitter = StagedSubmitter(self._pairs, self._local_layers, device, batched_copy.reason)
+        else:
+            self._submitter = BatchSubmitter(batched_copy, self._names, owner=self._pairs)
+        self._device = device
 
     def prepare(self, ops: Sequence[LoadOp]) -> PreparedBurst:
         """Merge the ops, read and check their indices; blocks until device indices are read. Copies nothing.
@@ -99,32 +106,42 @@ class PooledBackend:
             whole or not aligned.
         :raises HiCacheSchedError: `bind` was not called.
         """
-        if self._device is None:
+        if self._device is None or self._submitter is None:
             raise HiCacheSchedError("PooledBackend is not bound: a TransferScheduler binds it at start()")
-        merged = merge_ops(ops, self._device, self._names)
-        plans = {
-            number: self._planners[number].plan(merged[name])
-            for number, name in enumerate(self._names)
-            if name in merged
-        }
-        return PreparedBurst(
-            [
-                PairShare(plan, self._submitters[number].begin(plan), self._local_layers[number])
-                for number, plan in plans.items()
-            ]
-        )
+        plan = self._planner.plan(merge_ops(ops, self._device, self._names))
+        return PreparedBurst(plan, self._submitter.begin(plan))
 
     def enqueue_layer(self, prepared: PreparedBurst, layer: int) -> None:
-        """Submit one layer of every pair on the current stream; on a torch device it may wait for a staging buffer."""
-        for share in prepared.shares:
-            local = share.local_layers[layer]
-            if local is not None:
-                share.copies.submit_layer(local)
+        """Submit one layer of every pair on the current stream; where copies are staged it may wait for a buffer.
+
+        :raises BatchError: the device refused the layer.
+        """
+        prepared.copies.submit_layer(layer)
 
     def finish(self, prepared: PreparedBurst) -> None:
         """Let go of the burst's buffers."""
-        for share in prepared.shares:
-            share.copies.release()
+        prepared.copies.release()
+
+    def _host_memory(self) -> Iterator[tuple[int, int]]:
+        for pair in self._pairs:
+            for plane in pair.host.geometry:
+                for base in plane.base.tolist():
+                    yield base, base + plane.extent
+
+
+def _check_place(pair: PoolPair, device: DeviceBinding) -> None:
+    where = pair.device.device
+    if isinstance(device.runtime, EmulatedDevice):
+        if where.type != "cpu":
+            raise HiCacheSchedError(
+                f"pool pair {pair.name!r}: the device pool is on {where} but the scheduler runs on an emulated "
+                "device, whose memory is CPU memory; pass the runtime of that device to the scheduler"
+            )
+    elif where.type == "cpu" or where.index not in (None, device.index):
+        raise HiCacheSchedError(
+            f"pool pair {pair.name!r}: the device pool is on {where} but the scheduler runs on {device.name}; "
+            "allocate the pool there"
+        )
 
 
 def _local_layers(pair: PoolPair, num_layers: int) -> list[int | None]:

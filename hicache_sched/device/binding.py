@@ -25,12 +25,13 @@ class DeviceBinding:
     Attributes:
         runtime: the device API in use.
         index: which of the runtime's devices.
+        is_cuda: whether the runtime is `torch.cuda` on CUDA, and not on ROCm.
     """
 
     def __init__(self, runtime: Any) -> None:
         self.runtime: Runtime = runtime
         self.index: int = runtime.current_device()
-        self._is_cuda = runtime is torch.cuda and torch.version.cuda is not None  # ROCm is `torch.cuda`, too
+        self.is_cuda = runtime is torch.cuda and torch.version.cuda is not None
         # Runtimes without stream capture lack the question as well.
         self._is_capturing = getattr(runtime, "is_current_stream_capturing", None)
 
@@ -69,7 +70,7 @@ class DeviceBinding:
         On CUDA the thread also leaves the global capture mode, so that it cannot break an engine's capture.
         """
         self.runtime.set_device(self.index)
-        if self._is_cuda:
+        if self.is_cuda:
             leave_global_capture_mode(self.index)
 
     def holds(self, tensor: torch.Tensor) -> bool:

@@ -19,19 +19,23 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
 from hicache_sched.device.at_exit import stop_at_exit
-from hicache_sched.device.row_copy import RowCopy
+from hicache_sched.device.copy_batch import CopyBatch
 
 EngineName = Literal["compute", "h2d", "d2h"]
 ENGINES: Final[tuple[EngineName, ...]] = ("compute", "h2d", "d2h")
 
 DeviceCall = tuple[str, Any, "EmulatedStream", str]
 """One recorded call: its name, the object it was made on, the stream concerned, the calling thread's name."""
+
+
+_Work: TypeAlias = Callable[[], Any] | CopyBatch
+"""What an operation does. Copies are plain arrays."""
 
 
 class _Record:
@@ -61,9 +65,7 @@ class _Operation:
 
     __slots__ = ("duration", "engine", "gate", "handed_over", "ready_time", "stream", "work")
 
-    def __init__(
-        self, stream: EmulatedStream, engine: _Engine, work: Callable[[], None], duration: float, now: float
-    ) -> None:
+    def __init__(self, stream: EmulatedStream, engine: _Engine, work: _Work, duration: float, now: float) -> None:
         self.stream = stream
         self.engine = engine
         self.work = work
@@ -362,17 +364,12 @@ class EmulatedDevice:
         """
         self._enqueue(fn, engine, duration, nbytes)
 
-    def enqueue_copies(self, copies: Sequence[RowCopy], *, engine: EngineName = "h2d") -> None:
-        """Put one operation that makes all of `copies` on the calling thread's current stream.
+    def enqueue_copies(self, batch: CopyBatch, *, engine: EngineName = "h2d") -> None:
+        """Put one operation that makes all copies of `batch` on the calling thread's current stream.
 
-        The arrays must stay alive until it is done.
+        The memory must stay alive until it is done; `batch.owner` does, with the operation.
         """
-
-        def move() -> None:
-            for copy in copies:
-                copy.execute()
-
-        self._enqueue(move, engine, 0.0, sum(copy.nbytes for copy in copies))
+        self._enqueue(batch, engine, 0.0, batch.nbytes)
 
     def read(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy tensors to fresh memory in order of the current stream, as one operation, and wait for it: what
@@ -512,7 +509,7 @@ class EmulatedDevice:
         with self._lock:
             self._stop(RuntimeError("an emulated device does not survive a fork: its engines run in the parent only"))
 
-    def _enqueue(self, work: Callable[[], Any], engine: EngineName, duration: float, nbytes: int) -> None:
+    def _enqueue(self, work: _Work, engine: EngineName, duration: float, nbytes: int) -> None:
         """Submit an operation to the current stream and, where that runs inline, do it. The lock is not held."""
         stream = self.current_stream()
         with self._lock:
@@ -556,7 +553,11 @@ class EmulatedDevice:
         """
         engine = operation.engine
         start = max(operation.ready_time, engine.free_time)
-        operation.work()
+        work = operation.work
+        if isinstance(work, CopyBatch):
+            work.execute()
+        else:
+            work()
         finished = max(start + operation.duration, time.monotonic())
         with self._lock:
             while self._error is None and (remaining := finished - time.monotonic()) > 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hicache_sched.pools.pool import PlaneGeometry, Pool
+from hicache_sched.pools.pool import Pool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,16 +50,6 @@ class PoolPair:
                     "both sides must hold the same data"
                 )
 
-        for side, pool in (("host", host), ("device", device)):
-            if pool.tokens_per_row > self.tokens_per_row and not all(
-                plane.has_adjacent_rows for plane in pool.geometry
-            ):
-                raise ValueError(
-                    f"pool pair {self.name!r}: the other pool does not keep the tokens of a page together, so those of "
-                    f"the {side} pool would have to be copied one by one, which is not supported where pages lie "
-                    "apart: use the layout layer_first or page_first there"
-                )
-
     @property
     def num_layers(self) -> int:
         return self.device.num_layers
@@ -68,20 +58,6 @@ class PoolPair:
     def tokens_per_row(self) -> int:
         """Tokens of a row that both sides have: of a page, or one."""
         return min(self.host.tokens_per_row, self.device.tokens_per_row)
-
-    @property
-    def host_rows(self) -> tuple[PlaneGeometry, ...]:
-        """The host's planes in rows of `tokens_per_row`."""
-        return self._rows(self.host)
-
-    @property
-    def device_rows(self) -> tuple[PlaneGeometry, ...]:
-        """The device's planes in rows of `tokens_per_row`."""
-        return self._rows(self.device)
-
-    def _rows(self, pool: Pool) -> tuple[PlaneGeometry, ...]:
-        parts = pool.tokens_per_row // self.tokens_per_row
-        return pool.geometry if parts == 1 else tuple(plane.split(parts) for plane in pool.geometry)
 
 
 def _bytes_per_token(pool: Pool) -> tuple[int, ...]:

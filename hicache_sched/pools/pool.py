@@ -39,13 +39,9 @@ class PlaneGeometry:
         return cls(base=base, row_stride=rows[0].stride(0), row_bytes=rows[0].shape[1], layers=rows)
 
     @property
-    def has_adjacent_rows(self) -> bool:
-        """Whether a layer's rows follow each other without a gap, so that they can be cut smaller."""
-        return self.row_stride == self.row_bytes
-
-    def split(self, parts: int) -> PlaneGeometry:
-        """The same plane in rows of a `parts`-th of the size; its rows have to be adjacent."""
-        return PlaneGeometry.of_layers([layer.flatten().view(len(layer) * parts, -1) for layer in self.layers])
+    def extent(self) -> int:
+        """Bytes from `base[l]` to the end of the last row of layer `l`."""
+        return (len(self.layers[0]) - 1) * self.row_stride + self.row_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,9 +10,12 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from hicache_sched.copy.plan import Planner, merge_ops
+from hicache_sched.copy.merge import merge_ops
+from hicache_sched.copy.plan import CopyPlan
+from hicache_sched.copy.planner import BurstPlanner
 from hicache_sched.copy.pooled import PooledBackend
-from hicache_sched.copy.submit import StagedSubmitter
+from hicache_sched.copy.staged import StagedSubmitter
+from hicache_sched.copy.submit import BurstCopies
 from hicache_sched.device.binding import DeviceBinding
 from hicache_sched.load_op import LoadOp
 from hicache_sched.pools import Layout, Pool, PoolPair
@@ -123,9 +126,20 @@ def load(pair: PoolPair, ops: Sequence[LoadOp], point: Point) -> None:
     move(PooledBackend([pair]), ops, range(pair.num_layers), point)
 
 
+def plan_of(pair: PoolPair, ops: Sequence[LoadOp], device: DeviceBinding) -> CopyPlan:
+    """The plan of a burst of one pair."""
+    return BurstPlanner([pair], [range(pair.num_layers)]).plan(merge_ops(ops, device, [pair.name]))
+
+
+def staged(pair: PoolPair, ops: Sequence[LoadOp], device: DeviceBinding) -> BurstCopies:
+    """A burst of one pair that is made with torch calls."""
+    submitter = StagedSubmitter([pair], [range(pair.num_layers)], device, "it is tested")
+    return submitter.begin(plan_of(pair, ops, device))
+
+
 def load_with_torch(pair: PoolPair, ops: Sequence[LoadOp], device: DeviceBinding) -> None:
     """Move a burst with the torch submitter, whose calls are done at once on CPU tensors."""
-    copies = StagedSubmitter(pair, device).begin(Planner(pair).plan(merge_ops(ops, device, ["kv"])["kv"]))
+    copies = staged(pair, ops, device)
     for layer in range(pair.num_layers):
         copies.submit_layer(layer)
     copies.release()

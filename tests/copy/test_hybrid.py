@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from hicache_sched import InvalidLoadError, LoadFailedError, LoadOp, PoolTransfer
 from hicache_sched.copy import PooledBackend
-from hicache_sched.copy.plan import merge_ops
+from hicache_sched.copy.merge import merge_ops
 from hicache_sched.device import EmulatedDevice
 from hicache_sched.device.binding import DeviceBinding
+from hicache_sched.device.copy_batch import CopyBatch
+from hicache_sched.device.emulated import EngineName
 from hicache_sched.errors import HiCacheSchedError
 from hicache_sched.pools import PoolPair
 from tests.builders import MakeScheduler
@@ -135,25 +137,33 @@ def test_a_burst_may_move_side_pools_alone(point: Point) -> None:
     assert all(side.device.raw_bytes() == bytes_ for side, bytes_ in zip(sides, expected, strict=True))
 
 
-def test_within_a_layer_the_anchor_goes_first_and_the_side_pools_follow_in_order(
-    device: EmulatedDevice, make_scheduler: MakeScheduler
-) -> None:
-    sides = make_sides()
-    names = [side.pair.name for side in sides]
-    before = [side.device.raw_bytes() for side in sides]
-    device.hold("h2d")
-    scheduler = make_scheduler(backend_of(sides))
-    for node in TWO_NODES:
-        scheduler.load(node)
-    assert scheduler.start_loading_sync(timeout=30) is not None
+class ListingDevice(EmulatedDevice):
+    """An emulated device that lists the batches it gets."""
 
-    changed: list[str] = []
-    for _ in range(3):  # one operation a pool, of layer 0
-        device.step("h2d")
-        now = [side.device.raw_bytes() for side in sides]
-        changed += [name for name, old, new in zip(names, before, now, strict=True) if old != new]
-        before = now
-    assert changed == ["kv", "indexer", "states"]
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[CopyBatch] = []
+
+    def enqueue_copies(self, batch: CopyBatch, *, engine: EngineName = "h2d") -> None:
+        self.batches.append(batch)
+        super().enqueue_copies(batch, engine=engine)
+
+
+def test_a_layer_is_one_batch_in_which_the_anchor_goes_first_and_the_side_pools_follow_in_order() -> None:
+    sides = make_sides()
+
+    def pool_at(address: int) -> str:
+        for side in sides:
+            for tensor in side.device.memory:
+                if tensor.data_ptr() <= address < tensor.data_ptr() + tensor.nbytes:
+                    return side.pair.name
+        raise AssertionError("no pool's memory")
+
+    with ListingDevice() as device:
+        move(backend_of(sides), TWO_NODES, range(4), Point(DeviceBinding(device)))
+
+    pools = [list(dict.fromkeys(map(pool_at, batch.dst.tolist()))) for batch in device.batches]
+    assert pools == [["kv", "indexer", "states"], ["kv", "states"], ["kv", "indexer", "states"], ["states"]]
 
 
 # -- the burst as a whole -------------------------------------------------------------------------------------------

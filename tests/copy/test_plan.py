@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,13 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache_sched.copy.plan import CopyPlan, Planner, merge_ops
+from hicache_sched.copy.merge import merge_ops
+from hicache_sched.copy.plan import CopyPlan, LayerBatches, check_plan
 from hicache_sched.device.binding import DeviceBinding
 from hicache_sched.device.emulated import EmulatedDevice
 from hicache_sched.errors import InvalidLoadError
 from hicache_sched.load_op import LoadOp
 from hicache_sched.pools import PoolPair
-from tests.copy.builders import Burst, bursts, expected_bytes, make_pair, page_op, raw_bytes, token_op
+from tests.copy.builders import Burst, bursts, expected_bytes, make_pair, page_op, plan_of, raw_bytes, token_op
 
 
 class ReadingDevice(DeviceBinding):
@@ -34,7 +38,7 @@ class ReadingDevice(DeviceBinding):
 
 
 def plan(pair: PoolPair, *ops: LoadOp) -> CopyPlan:
-    return Planner(pair).plan(merge_ops(ops, ReadingDevice(), ["kv"])["kv"])
+    return plan_of(pair, ops, ReadingDevice())
 
 
 def refusal(pair: PoolPair, *ops: LoadOp) -> str:
@@ -96,46 +100,95 @@ def test_the_arrays_of_a_plan_are_all_it_takes_to_move_a_burst(burst: Burst) -> 
     wanted = expected_bytes(burst.pair, burst.ops)
     made = plan(burst.pair, *burst.ops)
 
-    moved = 0
-    for p, num_bytes in enumerate(made.row_bytes.tolist()):
-        for layer in range(burst.pair.num_layers):
-            for src_row, dst_row in zip(made.src_rows.tolist(), made.dst_rows.tolist(), strict=True):
-                dst = made.dst_base[p, layer] + dst_row * made.dst_stride[p]
-                src = made.src_base[p, layer] + src_row * made.src_stride[p]
-                ctypes.memmove(int(dst), int(src), num_bytes)
-                moved += num_bytes
+    first = 0
+    for plane, end in enumerate(made.plane_ends.tolist()):
+        for copy in range(first, end):
+            for layer in range(burst.pair.num_layers):
+                dst = made.dst_base[layer, plane] + made.dst_offsets[copy]
+                src = made.src_base[layer, plane] + made.src_offsets[copy]
+                ctypes.memmove(int(dst), int(src), int(made.sizes[copy]))
+        first = end
 
     assert raw_bytes(burst.pair.device) == wanted
-    assert moved == made.num_bytes
-    assert made.num_tokens == sum(op.num_tokens for op in burst.ops)
+    assert made.num_bytes == sum(made.sizes.tolist()) * burst.pair.num_layers
 
 
-def test_every_array_of_a_plan_is_contiguous_int64() -> None:
+def test_every_array_of_a_plan_is_contiguous_int64_and_passes_the_check_for_foreign_plans() -> None:
     made = plan(make_pair(), page_op(1, [3, 1], [0, 2]))
-    arrays = [made.src_rows, made.dst_rows, made.src_base, made.dst_base]
-    arrays += [made.src_stride, made.dst_stride, made.row_bytes]
+
+    arrays = [getattr(made, field.name) for field in dataclasses.fields(made)]
 
     assert all(array.dtype == np.int64 and array.flags.c_contiguous for array in arrays)
+    check_plan(made, num_layers=2, num_pools=1)
 
 
-def test_a_burst_that_is_one_run_is_joined_also_across_ops() -> None:
-    made = plan(make_pair(), page_op(1, [2, 3], [4, 5]), page_op(2, [4], [6]))
-
-    assert made.src_selection == slice(2, 5)
-    assert made.dst_selection == slice(4, 7)
+ROW = 4 * 1 * 4 * 2  # tokens, heads, elements, bytes
+ADJACENT: dict[str, Any] = {"host_layout": "layer_first", "device_layout": "layer_first"}
 
 
-@pytest.mark.parametrize("pages", [[3, 1], [0, 2], [0, 2, 1, 3], [0, 0, 2]], ids=str)
-def test_a_burst_that_is_no_run_stays_rows(pages: list[int]) -> None:
-    made = plan(make_pair(), page_op(1, pages, range(len(pages))))
+def copies_of_k(made: CopyPlan) -> list[tuple[int, int, int]]:
+    """Source row, destination row and number of rows of each copy of the first plane."""
+    k = slice(0, int(made.plane_ends[0]))
+    return [
+        (src // ROW, dst // ROW, size // ROW)
+        for src, dst, size in zip(
+            made.src_offsets[k].tolist(), made.dst_offsets[k].tolist(), made.sizes[k].tolist(), strict=True
+        )
+    ]
 
-    assert isinstance(made.src_selection, np.ndarray)
-    assert made.src_selection.tolist() == pages
-    assert made.dst_selection == slice(0, len(pages))
+
+def test_a_burst_that_is_one_run_on_both_sides_is_one_copy_a_plane_also_across_ops() -> None:
+    made = plan(make_pair(**ADJACENT), page_op(1, [2, 3], [4, 5]), page_op(2, [4], [6]))
+
+    assert copies_of_k(made) == [(2, 4, 3)]
+    assert made.plane_ends.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("host", "device", "copies"),
+    [
+        ([3, 1], [0, 1], [(3, 0, 1), (1, 1, 1)]),
+        ([3, 4], [0, 2], [(3, 0, 1), (4, 2, 1)]),
+        ([4, 3], [1, 0], [(4, 1, 1), (3, 0, 1)]),
+        ([0, 0, 2], [0, 1, 2], [(0, 0, 1), (0, 1, 1), (2, 2, 1)]),
+        ([5, 6, 0, 1, 2, 4], [1, 2, 3, 4, 5, 0], [(5, 1, 2), (0, 3, 3), (4, 0, 1)]),
+    ],
+    ids=str,
+)
+def test_rows_are_joined_where_they_follow_each_other_on_both_sides(
+    host: list[int], device: list[int], copies: list[tuple[int, int, int]]
+) -> None:
+    assert copies_of_k(plan(make_pair(**ADJACENT), page_op(1, host, device))) == copies
+
+
+def test_rows_that_lie_apart_on_one_side_are_not_joined() -> None:
+    made = plan(make_pair(host_layout="page_first_direct"), page_op(1, [2, 3], [4, 5]))
+
+    assert len(made.sizes) == 2 * 2  # planes, pages
 
 
 def test_a_source_page_may_be_named_twice() -> None:
-    assert plan(make_pair(), page_op(1, [3, 3], [0, 1])).src_rows.tolist() == [3, 3]
+    assert copies_of_k(plan(make_pair(**ADJACENT), page_op(1, [3, 3], [0, 1]))) == [(3, 0, 1), (3, 1, 1)]
+
+
+# -- layer by layer -------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)  # a busy machine is no failure
+@given(burst=bursts(), at_once=st.integers(1, 50))
+def test_layer_batches_are_the_plans_addresses_however_many_are_worked_out_at_once(burst: Burst, at_once: int) -> None:
+    made = plan(burst.pair, *burst.ops)
+    plane = np.repeat(np.arange(len(made.plane_ends)), np.diff(made.plane_ends, prepend=0))
+
+    with mock.patch("hicache_sched.copy.plan._COPIES_AT_ONCE", at_once):
+        batches = LayerBatches(made, burst.pair)
+        for layer in range(burst.pair.num_layers):
+            batch = batches.layer(layer)
+            assert batch is not None
+            assert batch.dst.tolist() == (made.dst_base[layer][plane] + made.dst_offsets).tolist()
+            assert batch.src.tolist() == (made.src_base[layer][plane] + made.src_offsets).tolist()
+            assert batch.sizes.tolist() == made.sizes.tolist()
+            assert batch.owner is burst.pair
 
 
 # -- what is refused ------------------------------------------------------------------------------------------
@@ -230,3 +283,110 @@ def test_one_bad_index_anywhere_is_found_and_named(burst: Burst, data: st.DataOb
     indices[position] = bad
 
     assert re.search(f"{side} index {bad} of node {op.node_id} is out of range", refusal(burst.pair, *burst.ops))
+
+
+# -- plans of others ------------------------------------------------------------------------------------------
+
+
+def foreign(**changes: object) -> CopyPlan:
+    """A plan as an engine might make it: two planes of one pool, two layers, three copies; with some arrays changed."""
+    arrays: dict[str, Any] = {
+        "src_offsets": [0, 64, 0],
+        "dst_offsets": [64, 0, 32],
+        "sizes": [32, 32, 32],
+        "plane_ends": [2, 3],
+        "src_base": [[1000, 2000], [3000, 0]],
+        "dst_base": [[5000, 6000], [7000, 0]],
+        "src_extent": [96, 96],
+        "dst_extent": [96, 96],
+        "src_stride": [32, 32],
+        "dst_stride": [32, 32],
+        "pools": [0, 0],
+    }
+    return CopyPlan(
+        **{
+            name: np.array(value, dtype=np.int64) if isinstance(value, list) else value
+            for name, value in (arrays | changes).items()
+        }
+    )
+
+
+def test_a_plan_that_is_what_it_should_be_is_accepted() -> None:
+    check_plan(foreign(), num_layers=2, num_pools=1)
+    check_plan(foreign(src_offsets=[0, 0, 0]), num_layers=2, num_pools=1)  # one source twice
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"sizes": np.array([32, 32, 32], dtype=np.int32)},
+            "sizes must be a C-contiguous int64 array, not an array of",
+        ),
+        ({"sizes": np.full(6, 32)[::2]}, "sizes must be a C-contiguous int64 array, not a strided array of int64"),
+        ({"sizes": (32, 32, 32)}, r"sizes must be a C-contiguous int64 array, not \(32, 32, 32\)"),
+        ({"dst_offsets": [0, 64]}, r"dst_offsets must have the shape \(3,\), not \(2,\)"),
+        ({"src_base": [[1000, 2000]]}, r"src_base must have the shape \(2, 2\), not \(1, 2\)"),
+        ({"plane_ends": [2, 4]}, r"plane_ends must ascend to the number of copies, 3, not \[2, 4\]"),
+        ({"plane_ends": [4, 3]}, "plane_ends must ascend"),
+        ({"plane_ends": [-1, 3]}, "plane_ends must ascend"),
+        ({"pools": [0, 1]}, "pools must ascend within the 1 pools of the backend"),
+        ({"pools": [-1, 0]}, "pools must ascend within the 1 pools"),
+        ({"src_stride": [32, 0]}, "src_stride must be positive"),
+        ({"sizes": [32, 0, 32]}, "sizes must be positive: copy 1 moves no byte"),
+        ({"dst_base": [[5000, 6000], [7000, 8000]]}, "must be 0 for the same planes and layers"),
+        ({"src_base": [[1000, 2000], [-3000, 0]]}, "none negative"),
+        ({"src_offsets": [0, 65, 0]}, "src_offsets must stay within their planes: copy 1 moves 32 bytes at offset 65"),
+        ({"src_offsets": [0, 64, -1]}, "src_offsets must stay within their planes: copy 2"),
+        ({"dst_offsets": [64, 0, 2**63 - 1]}, "dst_offsets must stay within their planes: copy 2"),
+        ({"dst_extent": [96, 63]}, "dst_offsets must stay within their planes: copy 2"),
+        ({"dst_offsets": [31, 0, 0]}, "destinations must not overlap, as copies 0 and 1 of plane 0 do"),
+        ({"dst_offsets": [0, 0, 0]}, "destinations must not overlap, as copies 0 and 1 of plane 0 do"),
+    ],
+)
+def test_a_plan_that_is_not_what_it_should_be_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidLoadError, match=words):
+        check_plan(foreign(**changes), num_layers=2, num_pools=1)
+
+
+def test_a_plan_without_planes_is_refused() -> None:
+    none: dict[str, Any] = {field.name: [] for field in dataclasses.fields(CopyPlan)}
+    bases = {name: np.empty((2, 0), dtype=np.int64) for name in ("src_base", "dst_base")}
+    with pytest.raises(InvalidLoadError, match="plane_ends must ascend"):
+        check_plan(foreign(**none | bases), num_layers=2, num_pools=1)
+
+
+def test_a_plan_counts_only_the_planes_that_a_layer_has() -> None:
+    assert foreign().plane_bytes.tolist() == [64, 32]
+    assert foreign().num_bytes == 64 * 2 + 32
+
+
+@pytest.mark.parametrize(
+    ("copy", "words"),
+    [
+        (0, "pool 'kv', plane 0, layer 7, row 2 of the device pool from row 0 of the host pool"),
+        (2, "pool 'kv', plane 1, layer 7, rows 1 to 2 of the device pool from rows 0 to 1 of the host pool"),
+    ],
+)
+def test_a_copy_is_named_by_pool_plane_layer_and_rows(copy: int, words: str) -> None:
+    assert foreign(sizes=[32, 32, 64]).name_copy(copy, 7, ["kv"]) == words
+
+
+def test_planes_are_counted_within_their_pool() -> None:
+    made = foreign(pools=[0, 1])
+
+    assert made.name_copy(2, 0, ["kv", "indexer"]).startswith("pool 'indexer', plane 0, ")
+
+
+def test_a_layer_that_lacks_a_plane_has_a_batch_of_the_others_and_one_that_lacks_all_has_none() -> None:
+    made = foreign(src_base=[[1000, 2000], [0, 4000], [0, 0]], dst_base=[[5000, 6000], [0, 8000], [0, 0]])
+    batches = LayerBatches(made, None)
+
+    whole, part = batches.layer(0), batches.layer(1)
+
+    assert whole is not None
+    assert whole.dst.tolist() == [5064, 5000, 6032]
+    assert part is not None
+    assert (part.dst.tolist(), part.src.tolist(), part.sizes.tolist()) == ([8032], [4000], [32])
+    assert batches.positions(1).tolist() == [2]
+    assert batches.layer(2) is None

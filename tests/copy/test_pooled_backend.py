@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import gc
 import sys
-import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from hicache_sched.copy.plan import Planner, merge_ops
+from hicache_sched.copy.merge import merge_ops
+from hicache_sched.copy.planner import BurstPlanner
 from hicache_sched.copy.pooled import PooledBackend
-from hicache_sched.copy.submit import BurstCopies, StagedSubmitter, submitter_for
+from hicache_sched.copy.staged import StagedSubmitter
+from hicache_sched.copy.submit import BatchSubmitter, Submitter
+from hicache_sched.device.batched_copy import EmulatedBatchedCopy
 from hicache_sched.device.binding import DeviceBinding
 from hicache_sched.device.emulated import EmulatedDevice
-from hicache_sched.device.row_copy import RowCopy
 from hicache_sched.errors import HiCacheSchedError, InvalidLoadError
 from hicache_sched.load_op import LoadOp
 from hicache_sched.pools import Layout, Pool, PoolPair
@@ -35,6 +34,7 @@ from tests.copy.builders import (
     make_pair,
     page_op,
     raw_bytes,
+    staged,
     token_op,
 )
 
@@ -177,10 +177,13 @@ class OtherRuntime:
     def current_device(self) -> int:
         return 0
 
+    def Stream(self, device: object = None) -> object:  # noqa: N802 - torch's name
+        return object()
+
 
 def test_a_device_pool_in_cpu_memory_is_refused_by_a_real_device() -> None:
     with pytest.raises(HiCacheSchedError, match="the device pool is on cpu but the scheduler runs on OtherRuntime:0"):
-        submitter_for(make_pair(), DeviceBinding(OtherRuntime()))
+        PooledBackend([make_pair()]).bind(Point(DeviceBinding(OtherRuntime())))
 
 
 # -- what a burst costs ---------------------------------------------------------------------------------------
@@ -214,10 +217,13 @@ def test_planning_and_submitting_make_the_same_calls_for_two_pages_and_for_a_tho
         pair = make_pair(host_pages=1024, device_pages=1024, page_size=page_size, head_dim=1, host_layout=layout)
         with EmulatedDevice() as device:
             binding = DeviceBinding(device)
-            submitter = StagedSubmitter(pair, binding) if kind == "torch" else submitter_for(pair, binding)
+            layers = [range(pair.num_layers)]
+            submitter: Submitter = BatchSubmitter(EmulatedBatchedCopy(device), ["kv"], pair)
+            if kind == "torch":
+                submitter = StagedSubmitter([pair], layers, binding, "it is tested")
             pages = list(range(num_pages))[::-1]
-            merged = merge_ops([page_op(1, pages, pages, page_size)], binding, ["kv"])["kv"]
-            planner = Planner(pair)
+            merged = merge_ops([page_op(1, pages, pages, page_size)], binding, ["kv"])
+            planner = BurstPlanner([pair], layers)
             device.hold("h2d")  # its thread does not take part
             with device.stream(device.Stream()):
 
@@ -258,13 +264,9 @@ class LoggingDevice(DeviceBinding):
         return LoggedEvent(self.log, "ab"[self.num_events - 1])
 
 
-def staged(pair: PoolPair, op: LoadOp, device: DeviceBinding) -> BurstCopies:
-    return StagedSubmitter(pair, device).begin(Planner(pair).plan(merge_ops([op], device, ["kv"])["kv"]))
-
-
 def test_a_staging_buffer_is_filled_again_only_after_its_copy_has_landed(emulated: EmulatedDevice) -> None:
     device = LoggingDevice(emulated)
-    copies = staged(make_pair(num_layers=4), page_op(1, [5, 2], [1, 6]), device)
+    copies = staged(make_pair(num_layers=4), [page_op(1, [5, 2], [1, 6])], device)
 
     for layer in range(4):
         copies.submit_layer(layer)
@@ -276,45 +278,10 @@ def test_a_burst_that_is_one_run_on_both_sides_needs_no_staging(emulated: Emulat
     device = LoggingDevice(emulated)
     pair, op = make_pair(host_layout="layer_first"), page_op(1, [2, 3], [5, 6])
     wanted = expected_bytes(pair, [op])
-    copies = staged(pair, op, device)
+    copies = staged(pair, [op], device)
 
     for layer in range(2):
         copies.submit_layer(layer)
 
     assert raw_bytes(pair.device) == wanted
     assert device.log == []
-
-
-# -- row copies -----------------------------------------------------------------------------------------------
-
-ROWS = st.permutations(range(6)).map(lambda rows: np.array(rows[:3])) | st.sampled_from([slice(0, 3), slice(2, 5)])
-
-
-@settings(deadline=None)  # a busy machine is no failure
-@given(dst_rows=ROWS, src_rows=ROWS | st.just(np.array([4, 4, 1])))
-def test_a_row_copy_moves_rows_in_order_and_touches_no_other(dst_rows: Any, src_rows: Any) -> None:
-    src = np.arange(60, dtype=np.uint16).reshape(6, 2, 5)[:, 1]  # rows with a gap between them
-    memory = np.full((6, 2, 5), 9999, dtype=np.uint16)
-    copy = RowCopy(memory[:, 0], dst_rows, src, src_rows)
-
-    copy.execute()
-
-    wanted = np.full((6, 2, 5), 9999, dtype=np.uint16)
-    for to, fro in zip(np.arange(6)[dst_rows], np.arange(6)[src_rows], strict=True):
-        wanted[to, 0] = src[fro]
-    assert np.array_equal(memory, wanted)
-    assert copy.nbytes == 3 * 5 * 2
-
-
-def test_rows_in_one_run_on_both_sides_are_copied_without_a_temporary() -> None:
-    src, dst = np.ones((64, 4096), np.uint8), np.zeros((64, 4096), np.uint8)
-    copy = RowCopy(dst, slice(0, 32), src, slice(32, 64))
-    tracemalloc.start()
-    try:
-        copy.execute()
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-
-    assert dst[:32].all()
-    assert peak < copy.nbytes / 4

@@ -19,8 +19,10 @@ began = []
 # The first to register is called last.
 atexit.register(lambda: print("exit took", time.monotonic() - began[0]) if began else None)
 
+import numpy as np
 import torch
 from hicache_sched.device import EmulatedDevice, at_exit
+from hicache_sched.device.copy_batch import CopyBatch
 at_exit.JOIN_SECONDS = 50
 
 started, ended = {}, {}
@@ -104,10 +106,11 @@ FORK = """
 device.hold("h2d")
 launch(lambda: None, engine="h2d")
 event = stream.record_event()
+nothing = CopyBatch(*[np.empty(0, dtype=np.int64)] * 3)
 calls = [
     device.Stream, device.Event, device.synchronize, stream.query, stream.synchronize, event.query, event.synchronize,
     event.record, event.wait, lambda: stream.wait_stream(other), lambda: device.launch(lambda: None),
-    lambda: device.step("h2d"), lambda: device.read([source]), lambda: device.enqueue_copies([]),
+    lambda: device.step("h2d"), lambda: device.read([source]), lambda: device.enqueue_copies(nothing),
 ]
 
 def use_parents_device():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hicache_sched.device.cuda_driver import CudaDriver
 from hicache_sched.device.cuda_thread import leave_global_capture_mode
 
 
@@ -34,14 +35,14 @@ class WritingDriver:
 
 def test_a_thread_with_a_context_only_leaves_the_global_capture_mode() -> None:
     driver = WritingDriver(current_context=1)
-    leave_global_capture_mode(0, driver)
+    leave_global_capture_mode(0, CudaDriver(driver))
     assert driver.calls == ["cuCtxGetCurrent", "cuThreadExchangeStreamCaptureMode"]
     assert driver.mode == 2, "CU_STREAM_CAPTURE_MODE_RELAXED"
 
 
 def test_a_thread_without_a_context_first_takes_the_primary_one() -> None:
     driver = WritingDriver(current_context=None)
-    leave_global_capture_mode(3, driver)
+    leave_global_capture_mode(3, CudaDriver(driver))
     assert driver.calls == [
         "cuCtxGetCurrent",
         "cuDeviceGet",
@@ -55,4 +56,4 @@ def test_a_thread_without_a_context_first_takes_the_primary_one() -> None:
 def test_a_driver_call_that_fails_is_named() -> None:
     driver = WritingDriver(current_context=1, failing="cuThreadExchangeStreamCaptureMode")
     with pytest.raises(RuntimeError, match="cuThreadExchangeStreamCaptureMode failed with CUresult 999"):
-        leave_global_capture_mode(0, driver)
+        leave_global_capture_mode(0, CudaDriver(driver))

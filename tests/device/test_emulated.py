@@ -19,8 +19,8 @@ import torch
 
 from hicache_sched.device import EmulatedDevice, EmulatedStream
 from hicache_sched.device.emulated import ENGINES, EngineName
-from hicache_sched.device.row_copy import RowCopy
 from tests.builders import running_functions
+from tests.device.batches import NO_COPIES, row_copies
 
 WAIT = 30.0
 
@@ -347,7 +347,7 @@ def test_a_planned_failure_is_its_engines(device: EmulatedDevice, stream: Emulat
 def test_a_planned_failure_hits_whatever_is_submitted_next(device: EmulatedDevice, submit: str) -> None:
     submissions: dict[str, tuple[EngineName, Callable[[], object]]] = {
         "inline launch": ("compute", lambda: device.launch(lambda: None)),
-        "copies": ("h2d", lambda: device.enqueue_copies([])),
+        "copies": ("h2d", lambda: device.enqueue_copies(NO_COPIES)),
         "read": ("d2h", lambda: device.read([torch.zeros(1)])),
     }
     engine, call = submissions[submit]
@@ -373,7 +373,7 @@ def calls_of(device: EmulatedDevice) -> dict[str, Callable[[], object]]:
         "synchronize": device.synchronize,
         "launch": lambda: device.launch(lambda: None),
         "launch on a stream": lambda: launch_on(device, stream, lambda: None),
-        "enqueue_copies": lambda: device.enqueue_copies([]),
+        "enqueue_copies": lambda: device.enqueue_copies(NO_COPIES),
         "read": lambda: device.read([torch.zeros(1)]),
         "event.record": event.record,
         "event.wait": event.wait,
@@ -836,10 +836,10 @@ def test_copies_take_their_bytes_over_the_bandwidth_of_their_engine() -> None:
 
 
 def test_pool_copies_are_paced_by_the_bytes_they_move() -> None:
-    rows = np.zeros((4, 1000), dtype=np.uint8)
-    copy = RowCopy(np.empty_like(rows), np.array([0, 2]), rows, slice(1, 3))
+    source, target = np.zeros((4, 1000), dtype=np.uint8), np.zeros((4, 1000), dtype=np.uint8)
+    batch = row_copies((target, [0, 2, 1, 3], source, [1, 3, 1, 0]))
     with EmulatedDevice(h2d_bandwidth=1e5) as device:
-        on_schedule(lambda: elapsed(device, lambda: device.enqueue_copies([copy, copy])), 40)
+        on_schedule(lambda: elapsed(device, lambda: device.enqueue_copies(batch)), 40)
 
 
 @pytest.mark.parametrize("how", ["step", "resume"])
@@ -870,12 +870,7 @@ def test_copies_move_the_rows_they_name_and_no_others(device: EmulatedDevice, st
     source = np.arange(12, dtype=np.int64).reshape(6, 2)
     scattered, run = np.full((6, 2), -1, dtype=np.int64), np.full((6, 2), -1, dtype=np.int64)
     with device.stream(stream):
-        device.enqueue_copies(
-            [
-                RowCopy(scattered, np.array([5, 0]), source, np.array([1, 2])),
-                RowCopy(run, slice(2, 4), source, slice(4, 6)),
-            ]
-        )
+        device.enqueue_copies(row_copies((scattered, [5, 0], source, [1, 2]), (run, [2, 3], source, [4, 5])))
     stream.synchronize()
     assert scattered.tolist() == [[4, 5], [-1, -1], [-1, -1], [-1, -1], [-1, -1], [2, 3]]
     assert run.tolist() == [[-1, -1], [-1, -1], [8, 9], [10, 11], [-1, -1], [-1, -1]]
@@ -885,12 +880,23 @@ def test_copies_that_are_enqueued_together_are_one_operation(device: EmulatedDev
     source, target = np.ones((2, 1), dtype=np.int64), np.zeros((2, 1), dtype=np.int64)
     device.hold("h2d")
     with device.stream(stream):
-        device.enqueue_copies(
-            [RowCopy(target, slice(0, 1), source, slice(0, 1)), RowCopy(target, slice(1, 2), source, slice(1, 2))]
-        )
+        device.enqueue_copies(row_copies((target, [0], source, [0]), (target, [1], source, [1])))
     assert target.tolist() == [[0], [0]]
     device.step("h2d")
     assert target.tolist() == [[1], [1]]
+
+
+def test_queued_copies_keep_their_memory_alive(device: EmulatedDevice, stream: EmulatedStream) -> None:
+    source, target = np.ones((1, 4), dtype=np.int64), np.zeros((1, 4), dtype=np.int64)
+    device.hold("h2d")
+    with device.stream(stream):
+        device.enqueue_copies(row_copies((target, [0], source, [0])))
+    source_is_alive = weakref.ref(source)
+    del source
+    assert source_is_alive() is not None
+    device.resume("h2d")
+    stream.synchronize()
+    assert target.tolist() == [[1, 1, 1, 1]]
 
 
 def test_a_read_sees_what_its_stream_was_given_before_and_nothing_later(
@@ -1004,7 +1010,7 @@ def test_an_unknown_engine_is_named_in_the_error(device: EmulatedDevice, call: s
     unknown = cast(EngineName, "disk")
     calls: dict[str, Callable[[], object]] = {
         "launch": lambda: device.launch(lambda: None, engine=unknown),
-        "enqueue_copies": lambda: device.enqueue_copies([], engine=unknown),
+        "enqueue_copies": lambda: device.enqueue_copies(NO_COPIES, engine=unknown),
         "hold": lambda: device.hold(unknown),
         "step": lambda: device.step(unknown),
         "resume": lambda: device.resume(unknown),

@@ -1,0 +1,102 @@
+"""One batch of copies between addresses: the form in which copies reach a device."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+_SCRATCH_BYTES = 8 << 20
+"""Rows are gathered into, and scattered from, this much at a time: a temporary that is not allocated anew for each
+copy, at a few returns from native code, each of which may have to wait for the GIL."""
+
+
+class CopyBatch(NamedTuple):
+    """Copies that a device makes as one operation, in any order: `sizes[i]` bytes from `src[i]` to `dst[i]`.
+
+    Nothing is checked here: every byte is there and no destination overlaps another, which planning sees to.
+
+    Attributes:
+        dst: int64 [num_copies], addresses.
+        src: int64 [num_copies], addresses.
+        sizes: int64 [num_copies], bytes, none of them 0.
+        owner: whatever keeps the memory on both sides alive.
+    """
+
+    dst: NDArray[np.int64]
+    src: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    owner: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.sizes.sum())
+
+    def execute(self) -> None:
+        """Move the bytes between two places in CPU memory, on the calling thread; numpy lets go of the GIL meanwhile.
+
+        Copies of the same size are made together: in one pass over the bytes where one side is a run, in two
+        otherwise, as numpy has no call that gathers and scatters at once.
+        """
+        sizes = self.sizes
+        if not len(sizes):
+            return
+        if (sizes == sizes[0]).all():
+            _copy_rows(self.dst, self.src, int(sizes[0]))
+            return
+        for size in np.unique(sizes).tolist():
+            same = sizes == size
+            _copy_rows(self.dst[same], self.src[same], size)
+
+
+class _Rows:
+    """Memory as an array of rows, each an opaque value, for numpy's array interface."""
+
+    def __init__(self, address: int, num_rows: int, stride: int, row_bytes: int) -> None:
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": (num_rows,),
+            "strides": (stride,),
+            "typestr": f"|V{row_bytes}",
+            "version": 3,
+        }
+
+
+def _copy_rows(dst: NDArray[np.int64], src: NDArray[np.int64], row_bytes: int) -> None:
+    num_rows = len(dst)
+    to, to_rows = _as_rows(dst, row_bytes)
+    from_, from_rows = _as_rows(src, row_bytes)
+    if from_rows is None:
+        to[slice(None) if to_rows is None else to_rows] = from_
+        return
+    if to_rows is None and to.flags.c_contiguous:
+        _gather(from_, from_rows, to)
+        return
+    at_once = max(1, min(num_rows, _SCRATCH_BYTES // row_bytes))
+    scratch = np.empty(at_once, dtype=to.dtype)
+    for start in range(0, num_rows, at_once):
+        part = slice(start, start + at_once)
+        gathered = scratch[: len(from_rows[part])]
+        _gather(from_, from_rows[part], gathered)
+        to[part if to_rows is None else to_rows[part]] = gathered
+
+
+def _gather(rows: NDArray[Any], numbers: NDArray[np.int64], out: NDArray[Any]) -> None:
+    rows.take(numbers, out=out, mode="clip")  # with "raise" numpy would gather into a buffer of its own first
+
+
+def _as_rows(addresses: NDArray[np.int64], row_bytes: int) -> tuple[NDArray[Any], NDArray[np.int64] | None]:
+    """Rows that lie at `addresses`: an array of rows, and which of them; None for all of them, in order.
+
+    Rows of that array overlap where addresses are no multiple of the row length apart; only those asked for are used.
+    """
+    steps = np.diff(addresses)
+    stride = int(steps[0]) if len(steps) else row_bytes
+    if stride >= row_bytes and (steps == stride).all():
+        return np.asarray(_Rows(int(addresses[0]), len(addresses), stride, row_bytes)), None
+    first = int(addresses.min())
+    offsets = addresses - first
+    stride = int(np.gcd.reduce(offsets)) or row_bytes
+    numbers = offsets // stride
+    return np.asarray(_Rows(first, int(numbers.max()) + 1, stride, row_bytes)), numbers
