@@ -26,6 +26,8 @@ class SchedulerConfig:
             `math.inf` for never.
         thread_name: name of the loop thread and prefix of the others'.
         poll_acks: whether acks are kept for `pop_acks`; False for engines that only use handles or `on_ack`.
+        h2d_queue_ops: operations that the h2d stream may hold before submitting one more would block the submitting
+            thread, and with it other threads' device calls; what is in flight is kept within it in async mode.
     """
 
     mode: Mode = "async"
@@ -34,6 +36,7 @@ class SchedulerConfig:
     stall_log_interval: float = 30.0
     thread_name: str = "hicache-sched"
     poll_acks: bool = True
+    h2d_queue_ops: int = 1000
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -46,6 +49,8 @@ class SchedulerConfig:
             raise ValueError(f"stall_log_interval must be positive seconds, not {self.stall_log_interval!r}")
         if not isinstance(self.thread_name, str) or not self.thread_name:
             raise ValueError(f"thread_name must be a non-empty string, not {self.thread_name!r}")
+        if type(self.h2d_queue_ops) is not int or self.h2d_queue_ops < 1:
+            raise ValueError(f"h2d_queue_ops must be an int of at least 1, not {self.h2d_queue_ops!r}")
         if type(self.poll_acks) is not bool:
             raise ValueError(f"poll_acks must be a bool, not {self.poll_acks!r}")
 

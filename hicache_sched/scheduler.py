@@ -11,7 +11,8 @@ from typing import Any, Self
 from hicache_sched.ack import LoadAck
 from hicache_sched.burst import Burst
 from hicache_sched.config import SchedulerConfig
-from hicache_sched.copy.backend import BurstBackend
+from hicache_sched.copy.backend import BurstBackend, PlansBursts
+from hicache_sched.copy.planned import PlannedBackend
 from hicache_sched.data_plane import PythonDataPlane
 from hicache_sched.delivery import Delivery, OnAck
 from hicache_sched.device.at_exit import stop_at_exit
@@ -22,6 +23,7 @@ from hicache_sched.event_set import EventSetPool
 from hicache_sched.failure import FailureDesk
 from hicache_sched.hand_out import HandOut, SlotWait, slot_wait
 from hicache_sched.handle import LoadHandle
+from hicache_sched.in_flight import LayersInFlight
 from hicache_sched.job import Jobs
 from hicache_sched.landing import BurstEnd, InlineObserver, LandingObserver
 from hicache_sched.load_op import LoadOp
@@ -80,7 +82,8 @@ class TransferScheduler:
         if on_ack is not None and not callable(on_ack):
             raise TypeError(f"on_ack must be a function that takes a LoadAck, or None, not {on_ack!r}")
         _check_backend(backend)
-        self._backend = backend
+        self._backend_name = type(backend).__name__
+        self._backend = PlannedBackend(backend) if isinstance(backend, PlansBursts) else backend
         self._config = config or SchedulerConfig()
         self._guard = ForkGuard()
         self.device = DeviceBinding(default_runtime() if runtime is None else runtime)
@@ -117,7 +120,12 @@ class TransferScheduler:
         self._backend.bind(self)
         event_sets = self._event_sets = EventSetPool(device, protocol.num_layers)
         failures = self._failures = FailureDesk(protocol, device, self.h2d_stream)
-        self._submission = Submission(device, self._backend, self.h2d_stream, self.index_stream, event_sets, failures)
+        in_flight = LayersInFlight(
+            config.h2d_queue_ops, config.num_slots, ops_per_layer=getattr(self._backend, "ops_per_layer", 1)
+        )
+        self._submission = Submission(
+            device, self._backend, self.h2d_stream, self.index_stream, event_sets, failures, in_flight
+        )
         burst_end = BurstEnd(protocol, self._backend, event_sets, failures)
         self._inline_observer = InlineObserver(failures, protocol, self.h2d_stream, burst_end, self._delivery.run)
         self._polled = PolledWaits(self._guard, self._inline_observer)
@@ -146,7 +154,8 @@ class TransferScheduler:
             event_loop=event_loop,
             num_slots=config.num_slots,
             device=device.name,
-            backend=type(self._backend).__name__,
+            backend=self._backend_name,
+            copy_method=getattr(self._backend, "copy_method", "the backend's own"),
         )
 
     def close(self, timeout: float | None = None) -> None:

@@ -13,6 +13,7 @@ from hicache_sched.device.runtime import Stream
 from hicache_sched.errors import SchedulerClosedError
 from hicache_sched.event_set import EventSet, EventSetPool
 from hicache_sched.failure import FailureDesk
+from hicache_sched.in_flight import LayersInFlight
 
 
 class Submission:
@@ -30,6 +31,7 @@ class Submission:
         index_stream: Stream,
         event_sets: EventSetPool,
         failures: FailureDesk,
+        in_flight: LayersInFlight,
     ) -> None:
         self._device = device
         self._backend = backend
@@ -37,6 +39,7 @@ class Submission:
         self._index_stream = index_stream
         self._event_sets = event_sets
         self._failures = failures
+        self._in_flight = in_flight
         self.stopped = False
         self._inline_thread: int | None = None
 
@@ -71,7 +74,7 @@ class Submission:
                     self._h2d_stream.wait_event(burst.start_event)
                     if burst.fence_event is not None:
                         self._h2d_stream.wait_event(burst.fence_event)
-                    self._submit_layers(burst, prepared, events)
+                    self._submit_layers(burst, prepared, events, self._in_flight)
         except BaseException as exc:
             self._fail(burst, events, exc)
         burst.mark_submitted()  # not in a `finally`: where `_fail` is interrupted the burst is to be abandoned
@@ -91,7 +94,7 @@ class Submission:
                 self._h2d_stream.wait_stream(fence_stream)
             with self._device.use_stream(self._h2d_stream):
                 self._h2d_stream.wait_event(burst.start_event)
-                self._submit_layers(burst, prepared, events)
+                self._submit_layers(burst, prepared, events, None)
         except BaseException as exc:
             self._fail(burst, events, exc)
             if not isinstance(exc, Exception):  # Ctrl-C is the caller's; the burst has failed all the same
@@ -138,17 +141,25 @@ class Submission:
         with self._device.use_stream(self._index_stream):
             return self._backend.prepare(ops)
 
-    def _submit_layers(self, burst: Burst, prepared: Any, events: EventSet) -> None:
-        """The h2d stream is current and behind start and fence."""
+    def _submit_layers(self, burst: Burst, prepared: Any, events: EventSet, in_flight: LayersInFlight | None) -> None:
+        """The h2d stream is current and behind start and fence.
+
+        :param in_flight: what to keep within bounds; None where the thread has nothing better to do than to wait in
+            the driver.
+        """
         events.ack_start.record(self._h2d_stream)
         for layer in range(burst.num_layers):
             if self.stopped:
                 raise SchedulerClosedError("the process is ending")
             if burst.error is not None:  # the landing observer saw it fail: its waiters have been released
                 raise burst.error
+            if in_flight is not None:
+                in_flight.make_room()
             self._backend.enqueue_layer(prepared, layer)
             events.layers[layer].record(self._h2d_stream)
             burst.advance_enqueued(layer + 1)
+            if in_flight is not None:
+                in_flight.add(burst, layer)
         events.ack_finish.record(self._h2d_stream)
         burst.finish_recorded = True
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from hicache_sched.copy.plan import CopyPlan
 from hicache_sched.load_op import LoadOp
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ class BurstBackend(Protocol):
     mode; `bind` on the thread that starts the scheduler), `finish` on the landing observer's. Whatever they
     raise fails the burst and nothing else.
 
+    Three attributes more are looked for and need not be there: `num_bytes` of what `prepare` returns goes into the ack;
+    `ops_per_layer` (1), how many operations `enqueue_layer` puts on the stream, bounds how many layers are in flight;
+    `copy_method`, how copies are made, goes into the log line `scheduler_started`.
+
     Attributes:
         num_layers: transfer layers of a burst.
         pool_names: the anchor's name first, then the side pools'.
@@ -54,8 +59,7 @@ class BurstBackend(Protocol):
     def prepare(self, ops: Sequence[LoadOp]) -> Any:
         """Merge a burst's load ops, read and check their indices; may block.
 
-        The index stream is current and behind the start event (in inline mode: the caller's stream). A
-        `num_bytes` attribute of what is returned goes into the ack.
+        The index stream is current and behind the start event (in inline mode: the caller's stream).
 
         Raises:
             InvalidLoadError: an index is out of range, a destination is named twice, or a run is not
@@ -67,3 +71,19 @@ class BurstBackend(Protocol):
 
     def finish(self, prepared: Any) -> None:
         """Release what `prepare` made; called once, after what was submitted has landed."""
+
+
+@runtime_checkable
+class PlansBursts(BurstBackend, Protocol):
+    """A backend that can say what a burst copies instead of copying it.
+
+    Where the device makes copies in batches, `plan` is called in place of `prepare`, on the same thread and with the
+    same stream current, and the scheduler makes the plan's copies itself. `finish` then gets the plan.
+    """
+
+    def plan(self, ops: Sequence[LoadOp]) -> CopyPlan | None:
+        """Merge a burst's load ops, read and check their indices, and say what to copy; may block.
+
+        :return: the plan, or None for a burst to go through `prepare` and `enqueue_layer`.
+        :raises InvalidLoadError: as `prepare` does.
+        """

@@ -82,6 +82,14 @@ class PooledBackend:
         """How copies are made, once bound; for logs."""
         return None if self._submitter is None else self._submitter.name
 
+    @property
+    def ops_per_layer(self) -> int:
+        """Operations of a layer on the stream: one batch, or as many copies as there are planes where they are staged,
+        which waits for its buffers anyway."""
+        if isinstance(self._submitter, BatchSubmitter):
+            return 1
+        return sum(len(pair.device.geometry) for pair in self._pairs)
+
     def bind(self, scheduler: TransferPoint) -> None:
         """Learn the device, and how it makes copies: in batches where it can.
 

@@ -70,20 +70,25 @@ def _copy_rows(dst: NDArray[np.int64], src: NDArray[np.int64], row_bytes: int) -
     if from_rows is None:
         to[slice(None) if to_rows is None else to_rows] = from_
         return
-    if to_rows is None and to.flags.c_contiguous:
-        _gather(from_, from_rows, to)
+    if to_rows is None and to.flags.c_contiguous and from_.flags.c_contiguous:
+        _take(from_, from_rows, to)
         return
     at_once = max(1, min(num_rows, _SCRATCH_BYTES // row_bytes))
-    scratch = np.empty(at_once, dtype=to.dtype)
+    scratch = np.empty(at_once, dtype=to.dtype) if from_.flags.c_contiguous else None
     for start in range(0, num_rows, at_once):
         part = slice(start, start + at_once)
-        gathered = scratch[: len(from_rows[part])]
-        _gather(from_, from_rows[part], gathered)
+        if scratch is None:
+            gathered = from_[from_rows[part]]
+        else:
+            gathered = scratch[: len(from_rows[part])]
+            _take(from_, from_rows[part], gathered)
         to[part if to_rows is None else to_rows[part]] = gathered
 
 
-def _gather(rows: NDArray[Any], numbers: NDArray[np.int64], out: NDArray[Any]) -> None:
-    rows.take(numbers, out=out, mode="clip")  # with "raise" numpy would gather into a buffer of its own first
+def _take(rows: NDArray[Any], numbers: NDArray[np.int64], out: NDArray[Any]) -> None:
+    """Gather in one pass. Both arrays have to be contiguous: numpy would copy them whole first, and there need not be
+    memory between the rows that are asked for."""
+    rows.take(numbers, out=out, mode="clip")  # with "raise" numpy gathers into a buffer of its own
 
 
 def _as_rows(addresses: NDArray[np.int64], row_bytes: int) -> tuple[NDArray[Any], NDArray[np.int64] | None]:

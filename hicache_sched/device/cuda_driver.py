@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any, NamedTuple
 
+import torch
+
 SUCCESS = 0
 _CUDA_12_8 = 12080
 _CUDA_13_0 = 13000
@@ -152,3 +154,14 @@ class CudaDriver:
         address, found = ctypes.c_void_p(), ctypes.c_int()
         status = function(symbol, ctypes.byref(address), ctypes.c_int(version), ctypes.c_uint64(0), ctypes.byref(found))
         return address.value if status == SUCCESS else None
+
+
+def initialised_driver() -> CudaDriver:
+    """The system's driver, with the context of torch's current device current on the calling thread.
+
+    :raises RuntimeError: there is no CUDA.
+    """
+    torch.cuda.init()
+    driver = CudaDriver()
+    driver.use_primary_context(torch.cuda.current_device())
+    return driver

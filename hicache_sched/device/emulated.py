@@ -17,7 +17,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from queue import SimpleQueue
 from typing import Any, Final, Literal, Self, TypeAlias, TypeVar
 
@@ -149,7 +150,7 @@ class EmulatedEvent:
         """Record on `stream`, or on the calling thread's current stream."""
         device = self._device
         stream = stream or device.current_stream()
-        with device._lock:
+        with device._admission(stream):
             device._call("record", self, stream)
             self._record = device._submit(stream, _Record(time.monotonic()))
 
@@ -157,7 +158,7 @@ class EmulatedEvent:
         """Order what `stream` gets from now on behind the latest record; blocks where the stream runs inline."""
         device = self._device
         stream = stream or device.current_stream()
-        with device._lock:
+        with device._admission(stream):
             device._call("wait", self, stream)
             record = self._record
             if record is None or record.done:
@@ -221,7 +222,7 @@ class EmulatedStream:
     def wait_stream(self, stream: EmulatedStream) -> None:
         """Order what this stream gets from now on behind what `stream` has got so far."""
         device = self._device
-        with device._lock:
+        with device._admission(self, stream):
             device._call("wait_stream", stream, self)
             record = device._submit(stream, _Record(time.monotonic()))
             if record.done:
@@ -273,13 +274,27 @@ class EmulatedDevice:
 
     :param h2d_bandwidth: bytes/s of the h2d engine, None for as fast as memory.
     :param d2h_bandwidth: bytes/s of the d2h engine, None for as fast as memory.
+    :param queue_depth: operations, events and waits that a stream holds, None for any number. One more blocks the
+        thread that submits it until there is room, and with it every thread that submits anything anywhere, as in a
+        driver that keeps its lock meanwhile.
     """
 
-    def __init__(self, h2d_bandwidth: float | None = None, d2h_bandwidth: float | None = None) -> None:
+    def __init__(
+        self,
+        h2d_bandwidth: float | None = None,
+        d2h_bandwidth: float | None = None,
+        *,
+        queue_depth: int | None = None,
+    ) -> None:
         for name, bandwidth in (("h2d_bandwidth", h2d_bandwidth), ("d2h_bandwidth", d2h_bandwidth)):
             if bandwidth is not None and not bandwidth > 0:
                 raise ValueError(f"{name} must be positive bytes/s or None, not {bandwidth!r}")
+        if queue_depth is not None and queue_depth < 1:
+            raise ValueError(f"queue_depth must be at least 1 or None, not {queue_depth!r}")
         self._lock = threading.Lock()
+        self._driver_lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._queue_depth = queue_depth
         bandwidths: dict[EngineName, float | None] = {"compute": None, "h2d": h2d_bandwidth, "d2h": d2h_bandwidth}
         self._engines = {name: _Engine(name, bandwidths[name], self._lock) for name in ENGINES}
         self._streams: weakref.WeakSet[EmulatedStream] = weakref.WeakSet()
@@ -476,6 +491,17 @@ class EmulatedDevice:
         self._streams.add(stream)
         return stream
 
+    def _admission(self, *streams: EmulatedStream) -> AbstractContextManager[Any]:
+        """The lock, held once there is room on `streams`. It is not held yet."""
+        return self._lock if self._queue_depth is None else self._with_room(streams, self._queue_depth)
+
+    @contextmanager
+    def _with_room(self, streams: Sequence[EmulatedStream], depth: int) -> Iterator[None]:
+        with self._driver_lock, self._lock:
+            while self._error is None and any(len(stream._queue) >= depth for stream in streams):
+                self._room.wait()
+            yield
+
     def _check(self) -> None:
         if self._error is not None:
             raise self._error.with_traceback(None)
@@ -500,10 +526,12 @@ class EmulatedDevice:
             engine.stop()
         for stream in self._streams:
             stream._queue.clear()
+        self._room.notify_all()
 
     def _stop_in_child(self) -> None:
         """A forked child has copies of the locks, in whatever state they were, and none of the threads."""
-        self._lock = threading.Lock()
+        self._lock, self._driver_lock = threading.Lock(), threading.Lock()
+        self._room = threading.Condition(self._lock)
         for engine in self._engines.values():
             engine.changed = threading.Condition(self._lock)
         with self._lock:
@@ -512,7 +540,7 @@ class EmulatedDevice:
     def _enqueue(self, work: _Work, engine: EngineName, duration: float, nbytes: int) -> None:
         """Submit an operation to the current stream and, where that runs inline, do it. The lock is not held."""
         stream = self.current_stream()
-        with self._lock:
+        with self._admission(stream):
             state = self._engine(engine)
             self._check()
             if state.failures:
@@ -614,6 +642,8 @@ class EmulatedDevice:
                         self._dispatch(item.engine)
                     break
                 queue.popleft()
+                if self._queue_depth is not None:
+                    self._room.notify_all()
 
     def _dispatch(self, engine: _Engine) -> None:
         if not engine.may_start:
@@ -633,6 +663,8 @@ class EmulatedDevice:
         stream._time = finished
         if self._error is None:
             stream._queue.popleft()
+            if self._queue_depth is not None:
+                self._room.notify_all()
             self._advance(stream)
             self._dispatch(engine)
         engine.changed.notify_all()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from hicache_sched.device.cuda_driver import initialised_driver
+from hicache_sched.pools.pinned import pinned_bytes
 
 Layout: TypeAlias = Literal["layer_first", "page_first", "page_first_direct"]
 
@@ -112,8 +116,10 @@ class Pool:
         :param v_head_dim: elements of a head of V, where they differ from those of K.
         :param layout: see the class; the shape of a token is [num_heads, head_dim].
         :param device: where to allocate.
-        :param pin: page-lock the memory; None does so for CPU memory where CUDA is present.
-        :raises ValueError: an argument is out of range, or memory is to be pinned that cannot be.
+        :param pin: page-lock the memory, each plane by one registration; None does so for CPU memory where CUDA is
+            present.
+        :raises ValueError: an argument is out of range, or memory is to be pinned and there is no CUDA.
+        :raises HiCacheSchedError: the memory cannot be page-locked; none of it is then.
         :raises TypeError: an argument has the wrong type.
         """
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
@@ -242,10 +248,12 @@ class Pool:
             "page_first": ((num_pages * page_size, num_layers), 1, 1),
             "page_first_direct": ((num_pages, num_layers, page_size), 1, page_size),
         }[layout]
-        planes = tuple(
-            torch.zeros((*dimensions, *token_shape), dtype=dtype, device=where, pin_memory=pinned)
-            for token_shape in token_shapes
-        )
+        shapes = [(*dimensions, *token_shape) for token_shape in token_shapes]
+        if pinned and torch.version.cuda is not None:
+            pieces = pinned_bytes([prod(shape) * dtype.itemsize for shape in shapes], initialised_driver())
+            planes = tuple(piece.view(dtype).view(shape) for piece, shape in zip(pieces, shapes, strict=True))
+        else:
+            planes = tuple(torch.zeros(shape, dtype=dtype, device=where, pin_memory=pinned) for shape in shapes)
         num_rows = num_pages * page_size // tokens_per_row
         return cls(
             planes=planes,

@@ -1002,7 +1002,7 @@ def test_a_kernel_may_close_the_device(device: EmulatedDevice, stream: EmulatedS
 @pytest.mark.parametrize("name", ["h2d_bandwidth", "d2h_bandwidth"])
 def test_a_bandwidth_is_positive(name: str, bandwidth: float) -> None:
     with pytest.raises(ValueError, match=f"{name} must be positive"):
-        EmulatedDevice(**{name: bandwidth})
+        EmulatedDevice(**cast(dict[str, Any], {name: bandwidth}))
 
 
 @pytest.mark.parametrize("call", ["launch", "enqueue_copies", "hold", "step", "resume", "fail_next"])

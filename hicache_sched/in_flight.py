@@ -1,0 +1,57 @@
+"""What is in flight on the h2d stream, kept within what the stream can hold."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+from hicache_sched.burst import Burst
+
+OPS_PER_BURST = 4
+"""The waits for start and fence event, and the records of the ack's two events."""
+
+
+class LayersInFlight:
+    """Layers that are on the h2d stream and have not landed; on the data plane's thread.
+
+    A stream's queue is finite, and a driver that waits for room in it may keep a lock that every other thread's device
+    calls need, the engine scheduler's among them. So the data plane waits itself, holding nothing.
+
+    :param queue_ops: operations that the stream holds.
+    :param num_slots: bursts that may be in flight.
+    :param ops_per_layer: operations that the backend submits for a layer.
+    """
+
+    def __init__(self, queue_ops: int, num_slots: int, ops_per_layer: int) -> None:
+        # Each layer's event is one more.
+        self._max_layers = max(1, (queue_ops - OPS_PER_BURST * num_slots) // (ops_per_layer + 1))
+        # A landed burst is not kept alive by this; one that is gone has landed.
+        self._layers: deque[tuple[weakref.ref[Burst], int]] = deque()
+
+    def make_room(self) -> None:
+        """Block until one more layer may be submitted.
+
+        It then waits for half of what is in flight, so that the next ones need not wait each for one.
+
+        :raises Exception: what the device raises when it is asked to wait.
+        """
+        layers = self._layers
+        while layers and _has_landed(*layers[0]):
+            layers.popleft()
+        if len(layers) < self._max_layers:
+            return
+        for _ in range(max(1, self._max_layers // 2)):
+            reference, layer = layers.popleft()
+        burst = reference()
+        if burst is None or burst.landed > layer or (events := burst.events) is None:
+            return
+        # Its events are not recorded again meanwhile: this thread would do it.
+        events.layers[layer].synchronize()
+
+    def add(self, burst: Burst, layer: int) -> None:
+        self._layers.append((weakref.ref(burst), layer))
+
+
+def _has_landed(reference: weakref.ref[Burst], layer: int) -> bool:
+    burst = reference()
+    return burst is None or burst.landed > layer or burst.ended
