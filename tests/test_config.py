@@ -20,6 +20,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "stall_log_interval": 30.0,
         "thread_name": "hicache-sched",
         "poll_acks": True,
+        "h2d_queue_ops": 1000,
     }
 
 
@@ -49,6 +50,8 @@ def test_it_is_frozen() -> None:
     ("thread_name", 7, "thread_name must be a non-empty string, not 7"),
     ("poll_acks", 1, "poll_acks must be a bool, not 1"),
     ("poll_acks", None, "poll_acks must be a bool, not None"),
+    ("h2d_queue_ops", 0, "h2d_queue_ops must be an int of at least 1, not 0"),
+    ("h2d_queue_ops", 1e3, "h2d_queue_ops must be an int of at least 1, not 1000.0"),
 ])  # fmt: skip
 def test_a_value_that_makes_no_sense_is_refused_with_what_would(field: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -80,6 +83,7 @@ def test_every_setting_can_come_from_the_environment() -> None:
         "HICACHE_SCHED_STALL_LOG_INTERVAL": "2.5",
         "HICACHE_SCHED_THREAD_NAME": "loads",
         "HICACHE_SCHED_POLL_ACKS": "off",
+        "HICACHE_SCHED_H2D_QUEUE_OPS": "500",
     }
     assert {f"HICACHE_SCHED_{field.name.upper()}" for field in dataclasses.fields(SchedulerConfig)} == environ.keys()
     assert SchedulerConfig.from_env(environ) == SchedulerConfig(
@@ -89,6 +93,7 @@ def test_every_setting_can_come_from_the_environment() -> None:
         stall_log_interval=2.5,
         thread_name="loads",
         poll_acks=False,
+        h2d_queue_ops=500,
     )
 
 

@@ -66,7 +66,11 @@ def wait_until_parked(thread_ident: int) -> None:
     deadline = time.monotonic() + WAIT
     while time.monotonic() < deadline:
         where = running_functions(thread_ident)
-        if where[:1] in (["_block_on"], ["_run_inline"]) or (where[:1] == ["wait"] and {"step", "_perform"} & {*where}):
+        if (
+            where[:1] in (["_block_on"], ["_run_inline"])
+            or "_with_room" in where[:2]
+            or (where[:1] == ["wait"] and {"step", "_perform"} & {*where})
+        ):
             return
         time.sleep(0.001)
     raise AssertionError("the thread does not sleep in the device")
@@ -1025,3 +1029,57 @@ def test_there_is_one_device(device: EmulatedDevice) -> None:
     assert device.is_available()
     assert (device.device_count(), device.current_device()) == (1, 0)
     assert not device.is_current_stream_capturing()
+
+
+# -- a full queue -------------------------------------------------------------------------------------------------
+
+
+def test_a_queue_depth_is_positive() -> None:
+    with pytest.raises(ValueError, match="queue_depth must be at least 1"):
+        EmulatedDevice(queue_depth=0)
+
+
+SUBMITTING: dict[str, Callable[[EmulatedDevice, EmulatedStream], object]] = {
+    "launch": lambda device, stream: device.launch(lambda: None),
+    "copies": lambda device, stream: device.enqueue_copies(NO_COPIES),
+    "record": lambda device, stream: device.Event().record(stream),
+    "wait_stream": lambda device, stream: device.Stream().wait_stream(stream),
+}
+
+
+@pytest.mark.parametrize("call", SUBMITTING)
+def test_a_full_stream_blocks_who_submits_to_it_and_then_everybody_until_there_is_room(call: str) -> None:
+    with EmulatedDevice(queue_depth=3) as device:
+        stream, other = device.Stream(), device.Stream()
+        device.hold("h2d")
+
+        def submit() -> None:
+            with device.stream(stream):
+                SUBMITTING[call](device, stream)
+
+        with device.stream(stream):
+            for _ in range(3):
+                device.launch(lambda: None, engine="h2d")
+        first = Blocked(submit)
+        first.wait_until_parked()
+        second = Blocked(lambda: device.Event().record(other))
+        second.wait_until_parked()
+        assert not stream.query(), "what submits nothing goes on"
+        device.step("h2d")
+        first.finish()
+        second.finish()
+        device.resume("h2d")
+        device.synchronize()
+
+
+def test_who_waits_for_room_is_told_that_the_device_is_lost() -> None:
+    with EmulatedDevice(queue_depth=1) as device:
+        stream = device.Stream()
+        device.hold("h2d")
+        with device.stream(stream):
+            device.launch(lambda: None, engine="h2d")
+        blocked = Blocked(lambda: device.Event().record(stream))
+        blocked.wait_until_parked()
+        device.lose(RuntimeError("gone"))
+        with pytest.raises(RuntimeError, match="gone"):
+            blocked.finish()

@@ -501,6 +501,7 @@ def test_start_and_stop_are_said_with_what_it_runs_on(
             "num_slots": 5,
             "device": "emulated",
             "backend": "LaunchingBackend",
+            "copy_method": "the backend's own",
         },
         {"event": "scheduler_stopped", "log_level": "info", "device": "emulated"},
     ]
