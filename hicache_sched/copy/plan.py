@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from hicache_sched.device.copy_batch import CopyBatch
 from hicache_sched.errors import InvalidLoadError
 
 Int64s = NDArray[np.int64]
@@ -142,48 +141,3 @@ def _kind(value: object) -> str:
     if isinstance(value, np.ndarray):
         return f"{'a strided' if not value.flags.c_contiguous else 'an'} array of {value.dtype}"
     return repr(value)
-
-
-_COPIES_AT_ONCE = 1 << 17
-"""Addresses worked out together, for as many layers as that makes: one return from numpy instead of one per layer, each
-of which may have to wait for the GIL, within a megabyte of memory a side."""
-
-
-class LayerBatches:
-    """A plan's copies as addresses, layer by layer; for layers in ascending order each is worked out once."""
-
-    def __init__(self, plan: CopyPlan, owner: object) -> None:
-        self._plan = plan
-        self._owner = owner
-        self._copies_per_plane = np.diff(plan.plane_ends, prepend=0)
-        self._has_planes = plan.dst_base != 0
-        self._is_complete = self._has_planes.all(axis=1).tolist()
-        self._layers_at_once = max(1, _COPIES_AT_ONCE // max(1, len(plan.sizes)))
-        self._first = 0
-        self._dst = self._src = np.empty((0, 0), dtype=np.int64)
-
-    def layer(self, layer: int) -> CopyBatch | None:
-        """The copies of a layer; None where there is nothing to copy."""
-        if not self._has_planes[layer].any():
-            return None
-        row = layer - self._first
-        if not 0 <= row < len(self._dst):
-            self._work_out(layer)
-            row = 0
-        batch = CopyBatch(self._dst[row], self._src[row], self._plan.sizes, self._owner)
-        if self._is_complete[layer]:
-            return batch
-        kept = self.positions(layer)
-        return batch._replace(dst=batch.dst[kept], src=batch.src[kept], sizes=batch.sizes[kept])
-
-    def positions(self, layer: int) -> Int64s:
-        """Which copies of the plan a layer's batch is made of."""
-        return np.flatnonzero(np.repeat(self._has_planes[layer], self._copies_per_plane))
-
-    def _work_out(self, first: int) -> None:
-        plan, layers = self._plan, slice(first, first + self._layers_at_once)
-        self._dst = np.repeat(plan.dst_base[layers], self._copies_per_plane, axis=1)
-        self._src = np.repeat(plan.src_base[layers], self._copies_per_plane, axis=1)
-        self._dst += plan.dst_offsets
-        self._src += plan.src_offsets
-        self._first = first

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from hicache_sched.copy.plan import CopyPlan, LayerBatches
+from hicache_sched.copy.layers import AddressBuffers, LayerBatches
+from hicache_sched.copy.plan import CopyPlan
 from hicache_sched.device.batched_copy import BatchedCopy, BatchError
 
 
@@ -46,9 +47,15 @@ class BatchSubmitter:
         self._batched_copy = batched_copy
         self._pool_names = tuple(pool_names)
         self._owner = owner
+        self._buffers = AddressBuffers()
 
     def begin(self, plan: CopyPlan) -> BatchedCopies:
-        return BatchedCopies(plan, LayerBatches(plan, self._owner), self._batched_copy, self._pool_names)
+        return BatchedCopies(
+            plan,
+            LayerBatches(plan, self._owner, self._buffers, keep=self._batched_copy.keeps_arrays),
+            self._batched_copy,
+            self._pool_names,
+        )
 
 
 class BatchedCopies:
@@ -79,4 +86,4 @@ class BatchedCopies:
             raise BatchError(f"{where}: {exc}", exc.index) from exc
 
     def release(self) -> None:
-        """Nothing to release: what a device still needs it holds."""
+        self._batches.release()

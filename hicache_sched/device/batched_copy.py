@@ -35,12 +35,14 @@ class BatchedCopy(Protocol):
 
     Attributes:
         name: what it is called in logs.
+        keeps_arrays: whether the arrays of a batch are read until it has been made, and not only during `enqueue`.
     """
 
     name: str
+    keeps_arrays: bool
 
     def enqueue(self, batch: CopyBatch) -> None:
-        """Put one batch on the current stream; its arrays may be changed as soon as this returns.
+        """Put one batch on the current stream.
 
         :raises BatchError: the device refused it.
         """
@@ -101,6 +103,7 @@ class EmulatedBatchedCopy:
     """A batch is one operation of the emulated device."""
 
     name = "emulated"
+    keeps_arrays = True
 
     def __init__(self, runtime: EmulatedDevice) -> None:
         self._runtime = runtime
@@ -136,6 +139,7 @@ class CudaBatchedCopy:
     """
 
     name = "cuMemcpyBatchAsync"
+    keeps_arrays = False
 
     def __init__(
         self,

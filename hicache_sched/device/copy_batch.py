@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-_SCRATCH_BYTES = 8 << 20
+_SCRATCH_BYTES = 4 << 20
 """Rows are gathered into, and scattered from, this much at a time: a temporary that is not allocated anew for each
 copy, at a few returns from native code, each of which may have to wait for the GIL."""
 

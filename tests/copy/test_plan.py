@@ -15,8 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hicache_sched.copy.layers import AddressBuffers, LayerBatches
 from hicache_sched.copy.merge import merge_ops
-from hicache_sched.copy.plan import CopyPlan, LayerBatches, check_plan
+from hicache_sched.copy.plan import CopyPlan, check_plan
 from hicache_sched.device.binding import DeviceBinding
 from hicache_sched.device.emulated import EmulatedDevice
 from hicache_sched.errors import InvalidLoadError
@@ -175,13 +176,15 @@ def test_a_source_page_may_be_named_twice() -> None:
 
 
 @settings(deadline=None)  # a busy machine is no failure
-@given(burst=bursts(), at_once=st.integers(1, 50))
-def test_layer_batches_are_the_plans_addresses_however_many_are_worked_out_at_once(burst: Burst, at_once: int) -> None:
+@given(burst=bursts(), at_once=st.integers(1, 50), keep=st.booleans())
+def test_layer_batches_are_the_plans_addresses_however_many_are_worked_out_at_once(
+    burst: Burst, at_once: int, keep: bool
+) -> None:
     made = plan(burst.pair, *burst.ops)
     plane = np.repeat(np.arange(len(made.plane_ends)), np.diff(made.plane_ends, prepend=0))
 
-    with mock.patch("hicache_sched.copy.plan._COPIES_AT_ONCE", at_once):
-        batches = LayerBatches(made, burst.pair)
+    with mock.patch("hicache_sched.copy.layers._COPIES_AT_ONCE", at_once):
+        batches = LayerBatches(made, burst.pair, AddressBuffers(), keep=keep)
         for layer in range(burst.pair.num_layers):
             batch = batches.layer(layer)
             assert batch is not None
@@ -285,6 +288,27 @@ def test_one_bad_index_anywhere_is_found_and_named(burst: Burst, data: st.DataOb
     assert re.search(f"{side} index {bad} of node {op.node_id} is out of range", refusal(burst.pair, *burst.ops))
 
 
+def test_batches_are_kept_until_they_are_released_and_their_memory_is_then_used_again() -> None:
+    pair, buffers = make_pair(num_layers=3), AddressBuffers()
+    made = plan(pair, page_op(1, [3, 1], [0, 2]))
+
+    def first_of_each_layer(batches: LayerBatches) -> list[int]:
+        given = [batches.layer(layer) for layer in range(3)]
+        return [int(batch.dst[0]) for batch in given if batch is not None]
+
+    with mock.patch("hicache_sched.copy.layers._COPIES_AT_ONCE", len(made.sizes)):  # one layer at once
+        kept = LayerBatches(made, pair, buffers, keep=True)
+        assert first_of_each_layer(kept) == made.dst_base[:, 0].tolist()
+        assert buffers.num_free == 0
+        kept.release()
+        assert buffers.num_free == 3 * 2
+
+        at_once = LayerBatches(made, pair, buffers, keep=False)
+        assert first_of_each_layer(at_once) == [made.dst_base[2, 0]] * 3, "each layer in the memory of the last"
+        at_once.release()
+        assert buffers.num_free == 3 * 2
+
+
 # -- plans of others ------------------------------------------------------------------------------------------
 
 
@@ -380,7 +404,7 @@ def test_planes_are_counted_within_their_pool() -> None:
 
 def test_a_layer_that_lacks_a_plane_has_a_batch_of_the_others_and_one_that_lacks_all_has_none() -> None:
     made = foreign(src_base=[[1000, 2000], [0, 4000], [0, 0]], dst_base=[[5000, 6000], [0, 8000], [0, 0]])
-    batches = LayerBatches(made, None)
+    batches = LayerBatches(made, None, AddressBuffers(), keep=True)
 
     whole, part = batches.layer(0), batches.layer(1)
 

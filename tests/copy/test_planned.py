@@ -150,6 +150,7 @@ class RefusingCopy:
     """A device that refuses the batches it is told to, blaming a copy or none."""
 
     name = "refusing"
+    keeps_arrays = False
 
     def __init__(self, index: int | None) -> None:
         self._index = index

@@ -59,7 +59,12 @@ def test_without_the_bound_it_does(device: EmulatedDevice, make_scheduler: MakeS
     while len(scheduler.h2d_stream._queue) < DEPTH:
         pass
     stepped = threading.Event()
-    engine = threading.Thread(target=lambda: (engine_step(device), stepped.set()))
+
+    def step() -> None:
+        engine_step(device)
+        stepped.set()
+
+    engine = threading.Thread(target=step)
     engine.start()
 
     assert not stepped.wait(0.05)
