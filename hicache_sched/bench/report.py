@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from hicache_sched.bench import machine
 from hicache_sched.bench.measure import Ratio, Series
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,8 @@ class Report:
         }
 
     def print(self, console: Console) -> None:
+        from rich.table import Table
+
         table = Table(title=f"{self.name}: medians (quartiles)", title_justify="left")
         for heading in ("what", "case", "sides", "ratio", "target"):
             table.add_column(heading, justify="right" if heading in ("ratio", "target") else "left")

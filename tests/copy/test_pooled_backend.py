@@ -63,26 +63,6 @@ def test_the_torch_submitter_moves_the_same_bytes(point: Point, burst: Burst) ->
     assert raw_bytes(burst.pair.host) == host
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("host_pages", "device_pages"),
-    [([5, 2, 2, 7], [1, 6, 0, 3]), ([5, 2, 2, 7], [3, 4, 5, 6]), ([2, 3, 4], [7, 0, 5]), ([2, 3, 4], [4, 5, 6])],
-    ids=["scattered", "into a run", "from a run", "run to run"],
-)
-def test_every_byte_named_arrives_on_cuda(layout: Layout, host_pages: list[int], device_pages: list[int]) -> None:
-    pair = make_pair(num_layers=5, host_layout=layout, device="cuda")
-    ops = [page_op(1, host_pages[:2], device_pages[:2]), page_op(2, host_pages[2:], device_pages[2:])]
-    ops = [LoadOp(op.node_id, op.host_indices, op.device_indices.cuda()) for op in ops]
-    wanted = expected_bytes(pair, ops)
-    torch.cuda.synchronize()
-
-    load(pair, ops, Point(DeviceBinding(torch.cuda)))
-
-    assert raw_bytes(pair.device) == wanted
-
-
 def test_a_layer_is_one_operation_that_moves_k_and_v_of_that_layer_only() -> None:
     with EmulatedDevice() as device:
         point = Point(DeviceBinding(device))
