@@ -63,16 +63,27 @@ examples: $(STAMP) ## run the small examples
 		echo "== $$example"; $(BIN)/python "$$example"; done
 
 .PHONY: wheel
-wheel: $(STAMP) ## build the wheel into dist/ and import it in a clean environment
+wheel: $(STAMP) ## build sdist and, from that, wheel into dist/ and import it in a clean environment
 	rm -rf build dist
-	$(BIN)/python -m build --wheel
+	$(BIN)/python -m build
 	$(BIN)/python -m zipfile --list dist/*.whl | grep -F hicache_sched/py.typed
 	$(PYTHON) -m venv --clear .venv-wheel
 	.venv-wheel/bin/pip install --quiet dist/*.whl
 	# From elsewhere and isolated (-I), or the working tree would be imported.
-	cd / && $(CURDIR)/.venv-wheel/bin/python -I -c \
-		'import hicache_sched, importlib.metadata as m; print(m.version("hicache-sched"), hicache_sched.__file__)'
+	cd / && $(CURDIR)/.venv-wheel/bin/python -I -c 'import hicache_sched.native as native, importlib.metadata as m; \
+		assert native.module is not None, native.missing_because; print(m.version("hicache-sched"), native.module)'
 	rm -rf build .venv-wheel
+
+.PHONY: pure
+pure: $(STAMP) ## build without a compiler; then the tests of what the native part does, without it
+	rm -rf build .pure
+	CC=false CXX=false $(BIN)/python -m build --wheel --outdir .pure
+	! $(BIN)/python -m zipfile --list .pure/*.whl | grep -F .so
+	$(BIN)/pip install --quiet --no-deps --target .pure .pure/*.whl
+	cd / && PYTHONPATH=$(CURDIR)/.pure $(CURDIR)/$(BIN)/python -c 'import hicache_sched.native as native; \
+		assert native.__file__.startswith("$(CURDIR)/.pure"); assert native.module is None; print(native.missing_because)'
+	rm -rf build .pure
+	HICACHE_SCHED_NATIVE=0 $(BIN)/python -m pytest $(ARGS) tests/device tests/copy tests/scheduler/test_bytes.py
 
 .PHONY: gpu-wheels
 gpu-wheels: $(STAMP) ## download what test-gpu needs on a machine without network
@@ -94,12 +105,13 @@ test-gpu: ## the device tests on torch.cuda, with the machine's own torch
 		-W error::pytest.PytestUnraisableExceptionWarning $(ARGS) tests
 
 .PHONY: check
-check: lint types examples wheel ## everything that .ci/run runs
+check: lint types examples wheel pure ## everything that .ci/run runs
 	$(MAKE) demo ARGS=--quick
 	$(MAKE) cov
 
 .PHONY: clean
 clean: ## remove everything that was built or installed
-	rm -rf .venv .venv-wheel .model-cache .gpu-wheels .gpu-site build dist *.egg-info
+	rm -rf .venv .venv-wheel .pure .model-cache .gpu-wheels .gpu-site build dist *.egg-info
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov
+	rm -f hicache_sched/_native*.so
 	find hicache_sched tests examples -name __pycache__ -prune -exec rm -rf {} +

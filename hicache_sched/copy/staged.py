@@ -16,6 +16,7 @@ from hicache_sched.device.runtime import Event
 from hicache_sched.pools import PoolPair
 
 _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_LARGEST_UNIT = max(_UNITS)
 
 _STAGING_BUFFERS = 2
 """One is gathered into while the other is on its way. More would only let the CPU run ahead of the link."""
@@ -66,10 +67,13 @@ class StagedCopies:
     def __init__(self, submitter: StagedSubmitter, plan: CopyPlan) -> None:
         self._plan = plan
         self._device = submitter.device
-        ends = np.cumsum(plan.sizes)
-        self._staged_offsets = ends - plan.sizes
         firsts = np.append(0, plan.plane_ends)
-        staged = np.append(0, ends)[firsts]
+        # Planes start at multiples of the largest unit that torch may view them in.
+        ends = np.cumsum(-(-plan.plane_bytes // _LARGEST_UNIT) * _LARGEST_UNIT)
+        starts = np.append(0, ends[:-1])
+        in_plan = np.cumsum(plan.sizes) - plan.sizes
+        shift = starts - (np.cumsum(plan.plane_bytes) - plan.plane_bytes)
+        self._staged_offsets = in_plan + np.repeat(shift, np.diff(firsts))
         self._planes: list[_Plane] = []
         for number, pool in enumerate(plan.pools.tolist()):
             pair = submitter.pairs[pool]
@@ -81,10 +85,10 @@ class StagedCopies:
                     plane=number - int(np.searchsorted(plan.pools, pool)),
                     local_layers=submitter.local_layers[pool],
                     copies=copies,
-                    staged=slice(int(staged[number]), int(staged[number + 1])),
+                    staged=slice(int(starts[number]), int(starts[number] + plan.plane_bytes[number])),
                 )
             )
-        self._num_bytes = int(staged[-1])
+        self._num_bytes = int(ends[-1])
         self._where = self._planes[0].where
         self._pinned = self._where.type != "cpu"
         self._buffers: list[_Staging] = []
@@ -203,7 +207,9 @@ class _Scatter:
         parts = sizes // row
         part = np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)
         numbers = (np.repeat(offsets, parts) + part * row) // stride
-        unit = gcd(8, row, stride, *(layer.storage_offset() for layer in layers))  # as torch wants it to be viewed
+        unit = gcd(
+            _LARGEST_UNIT, row, stride, *(layer.storage_offset() for layer in layers)
+        )  # as torch wants it to be viewed
         self._unit, self._row, self._stride = _UNITS[unit], row // unit, stride // unit
         # Copied through pinned memory: from pageable memory the driver may wait for the whole stream.
         self._on_host = torch.empty(len(numbers), dtype=torch.int64, pin_memory=where.type != "cpu")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hicache_sched import native
 from hicache_sched.device.binding import DeviceBinding
 from hicache_sched.device.copy_batch import CopyBatch
 from hicache_sched.device.cuda_driver import BatchFunction, CudaDriver, CudaDriverError
@@ -102,11 +103,13 @@ def batched_copy_for(
 class EmulatedBatchedCopy:
     """A batch is one operation of the emulated device."""
 
-    name = "emulated"
     keeps_arrays = True
 
     def __init__(self, runtime: EmulatedDevice) -> None:
         self._runtime = runtime
+        self.name = "emulated"
+        if native.module is None:
+            self.name = f"emulated with numpy, because the native part is missing: {native.missing_because}"
 
     def enqueue(self, batch: CopyBatch) -> None:
         self._runtime.enqueue_copies(batch)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hicache_sched import native
+
 _SCRATCH_BYTES = 4 << 20
 """Rows are gathered into, and scattered from, this much at a time: a temporary that is not allocated anew for each
 copy, at a few returns from native code, each of which may have to wait for the GIL."""
@@ -34,20 +36,23 @@ class CopyBatch(NamedTuple):
         return int(self.sizes.sum())
 
     def execute(self) -> None:
-        """Move the bytes between two places in CPU memory, on the calling thread; numpy lets go of the GIL meanwhile.
+        """Move the bytes between two places in CPU memory, on the calling thread, without the GIL."""
+        if native.module is not None:
+            native.module.copy_batch(self.dst, self.src, self.sizes)
+        elif len(self.sizes):
+            _copy_with_numpy(self)
 
-        Copies of the same size are made together: in one pass over the bytes where one side is a run, in two
-        otherwise, as numpy has no call that gathers and scatters at once.
-        """
-        sizes = self.sizes
-        if not len(sizes):
-            return
-        if (sizes == sizes[0]).all():
-            _copy_rows(self.dst, self.src, int(sizes[0]))
-            return
-        for size in np.unique(sizes).tolist():
-            same = sizes == size
-            _copy_rows(self.dst[same], self.src[same], size)
+
+def _copy_with_numpy(batch: CopyBatch) -> None:
+    """Make copies of the same size together: in one pass over the bytes where one side is a run, in two otherwise, as
+    numpy has no call that gathers and scatters at once."""
+    sizes = batch.sizes
+    if (sizes == sizes[0]).all():
+        _copy_rows(batch.dst, batch.src, int(sizes[0]))
+        return
+    for size in np.unique(sizes).tolist():
+        same = sizes == size
+        _copy_rows(batch.dst[same], batch.src[same], size)
 
 
 class _Rows:

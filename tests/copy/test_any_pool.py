@@ -45,3 +45,15 @@ def test_every_kind_of_pool_is_loaded_into_every_other(host: str, device: str, p
     load(burst.pair, ops, point)
 
     assert on_device.raw_bytes() == expected
+
+
+def test_planes_of_odd_sizes_are_staged_one_behind_the_other(point: Point) -> None:
+    sizes = Sizes(planes=(6, 4, 10), page_size=1, num_layers=1, dtype=torch.uint8)
+    on_host, on_device = fill(MAKERS["wrapped layers"](sizes, 3), 1), fill(MAKERS["wrapped layers"](sizes, 4), 2)
+    ops = [page_op(1, [0, 2, 0], [0, 3, 1], page_size=1)]
+    burst = AnyBurst(PoolPair("kv", on_host.pool, on_device.pool), on_host, on_device, ops)
+    expected = burst.expected_bytes()
+
+    load_with_torch(burst.pair, ops, point.device)
+
+    assert on_device.raw_bytes() == expected

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import threading
 import tracemalloc
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hicache_sched import native
 from hicache_sched.device.copy_batch import CopyBatch
 from tests.device.batches import NO_COPIES, row_copies
 
 MEMORY = 400
+
+
+@pytest.fixture(params=["native", "numpy"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which of the two ways of copying is tested."""
+    if request.param == "numpy":
+        monkeypatch.setattr(native, "module", None)
+    elif native.module is None:
+        pytest.skip(f"no native part: {native.missing_because}")
+    return str(request.param)
 
 
 @st.composite
@@ -27,7 +40,9 @@ def batches(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     ]
 
 
-@settings(deadline=None, max_examples=300)  # a busy machine is no failure
+@settings(
+    deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)  # a busy machine is no failure; the fixture is the same for all examples
 @given(copies=batches(), scratch=st.sampled_from([1, 20, 4 << 20]))
 def test_every_byte_named_arrives_and_no_other_changes(copies: list[tuple[int, int, int]], scratch: int) -> None:
     rng = np.random.default_rng(0)
@@ -86,3 +101,67 @@ def test_what_lies_between_far_rows_is_not_touched(sides: str) -> None:
     src = {"source": at, "target": near_at, "both": at}[sides]
 
     assert peak_memory(CopyBatch(dst, src, np.full(3, 1000))) < 100_000
+
+
+@pytest.mark.parametrize("misaligned_by", [0, 1, 8, 15, 17])
+@pytest.mark.parametrize("row", [1 << 20, (1 << 20) - 77, 9 << 20])
+def test_batches_that_do_not_fit_into_the_caches_arrive_too(row: int, misaligned_by: int) -> None:
+    rng = np.random.default_rng(1)
+    source = rng.integers(0, 256, 2 * row, dtype=np.uint8)
+    memory = np.zeros(12 * row + misaligned_by + 1, dtype=np.uint8)
+    target = memory[misaligned_by : misaligned_by + 12 * row].reshape(12, row)
+    to, from_ = [7, 1, 2, 11, 0, 4, 6, 9, 8, 3], [0, 1] * 5
+
+    row_copies((target, to, source.reshape(2, row), from_)).execute()
+
+    assert all(np.array_equal(target[t], source.reshape(2, row)[f]) for t, f in zip(to, from_, strict=True))
+    assert not target[[5, 10]].any()
+    assert not memory[:misaligned_by].any()
+    assert memory[-1] == 0
+
+
+def test_the_gil_is_free_while_bytes_are_copied(way: str) -> None:
+    """Another thread gets on with Python during one long copy."""
+    if way == "numpy":
+        pytest.skip("as numpy does it")
+    size = 256 << 20
+    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    batch = row_copies((target.reshape(1, -1), [0], source.reshape(1, -1), [0]))
+    counted = [0]
+    stop = threading.Event()
+
+    def count() -> None:
+        while not stop.is_set():
+            counted[0] += 1
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    try:
+        while not counted[0]:
+            pass
+        before = counted[0]
+        batch.execute()
+        during = counted[0] - before
+    finally:
+        stop.set()
+        counter.join()
+    assert during > 1000
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ((np.zeros(1, np.int32),) * 3, "dst must be a one-dimensional int64 array"),
+        ((np.zeros((1, 1), np.int64),) * 3, "dst must be a one-dimensional int64 array"),
+        ((np.zeros(1, np.int64), np.zeros(1, np.float64), np.zeros(1, np.int64)), "src must be"),
+        ((np.zeros(1, np.int64), np.zeros(2, np.int64), np.zeros(1, np.int64)), "the same length"),
+        ((np.zeros(4, np.int64)[::2],) * 3, "contiguous"),
+        ((None,) * 3, "bytes-like"),
+        ((np.zeros(1, np.int64),) * 2, "takes three arrays"),
+    ],
+)
+def test_arrays_that_are_not_what_they_should_be_are_refused(way: str, arrays: Any, words: str) -> None:
+    if way == "numpy":
+        pytest.skip("numpy sees to that itself")
+    with pytest.raises((TypeError, ValueError, BufferError), match=words):
+        native.module.copy_batch(*arrays)

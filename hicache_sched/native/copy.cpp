@@ -1,0 +1,75 @@
+#include "copy.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace hicache {
+namespace {
+
+// From here on a batch does not stay in the caches anyway, so destinations are written past them: a cache would first
+// read each line that is about to be overwritten. memcpy does so too, but looks at one copy at a time.
+constexpr std::size_t kPastCaches = 8u << 20;
+
+#if defined(__SSE2__)
+
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kLine = 64;
+
+void stream_line(char* dst, const char* src) {
+  for (std::size_t i = 0; i < kLine; i += 16) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(dst + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i)));
+  }
+}
+
+// Two pages at a time, as the prefetcher of the CPU follows a stream within a page only, and several at once.
+void copy_past_caches(char* dst, const char* src, std::size_t size) {
+  const std::size_t head = std::min(size, (16 - reinterpret_cast<std::uintptr_t>(dst) % 16) % 16);
+  std::memcpy(dst, src, head);
+  dst += head, src += head, size -= head;
+  for (; size >= 2 * kPage; dst += 2 * kPage, src += 2 * kPage, size -= 2 * kPage) {
+    for (std::size_t i = 0; i < kPage; i += kLine) {
+      stream_line(dst + i, src + i);
+      stream_line(dst + kPage + i, src + kPage + i);
+    }
+  }
+  for (; size >= kLine; dst += kLine, src += kLine, size -= kLine) {
+    stream_line(dst, src);
+  }
+  std::memcpy(dst, src, size);
+}
+
+void finish_past_caches() { _mm_sfence(); }
+
+#else
+
+void copy_past_caches(char* dst, const char* src, std::size_t size) { std::memcpy(dst, src, size); }
+void finish_past_caches() {}
+
+#endif
+
+}  // namespace
+
+void copy_batch(const std::int64_t* dst, const std::int64_t* src, const std::int64_t* sizes, std::size_t count) {
+  const auto total = static_cast<std::size_t>(std::accumulate(sizes, sizes + count, std::int64_t{0}));
+  const bool past_caches = total >= kPastCaches;
+  for (std::size_t i = 0; i < count; ++i) {
+    auto* to = reinterpret_cast<char*>(dst[i]);
+    const auto* from = reinterpret_cast<const char*>(src[i]);
+    const auto size = static_cast<std::size_t>(sizes[i]);
+    if (past_caches && size < kPastCaches) {
+      copy_past_caches(to, from, size);
+    } else {
+      std::memcpy(to, from, size);
+    }
+  }
+  if (past_caches) {
+    finish_past_caches();
+  }
+}
+
+}  // namespace hicache
