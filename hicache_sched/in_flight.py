@@ -28,6 +28,11 @@ class LayersInFlight:
         # A landed burst is not kept alive by this; one that is gone has landed.
         self._layers: deque[tuple[weakref.ref[Burst], int]] = deque()
 
+    def has_room_for(self, num_layers: int) -> bool:
+        """Whether that many may be submitted without waiting."""
+        self._forget_landed()
+        return len(self._layers) + num_layers <= self._max_layers
+
     def make_room(self) -> None:
         """Block until one more layer may be submitted.
 
@@ -35,11 +40,9 @@ class LayersInFlight:
 
         :raises Exception: what the device raises when it is asked to wait.
         """
-        layers = self._layers
-        while layers and _has_landed(*layers[0]):
-            layers.popleft()
-        if len(layers) < self._max_layers:
+        if self.has_room_for(1):
             return
+        layers = self._layers
         for _ in range(max(1, self._max_layers // 2)):
             reference, layer = layers.popleft()
         burst = reference()
@@ -50,6 +53,10 @@ class LayersInFlight:
 
     def add(self, burst: Burst, layer: int) -> None:
         self._layers.append((weakref.ref(burst), layer))
+
+    def _forget_landed(self) -> None:
+        while self._layers and _has_landed(*self._layers[0]):
+            self._layers.popleft()
 
 
 def _has_landed(reference: weakref.ref[Burst], layer: int) -> bool:

@@ -76,7 +76,7 @@ class Submission:
                         self._h2d_stream.wait_event(burst.fence_event)
                     self._submit_layers(burst, prepared, events, self._in_flight)
         except BaseException as exc:
-            self._fail(burst, events, exc)
+            self._fail(burst, events, exc, self._in_flight)
         burst.mark_submitted()  # not in a `finally`: where `_fail` is interrupted the burst is to be abandoned
 
     def submit_inline(self, burst: Burst, fence_stream: Stream | None) -> None:
@@ -96,7 +96,7 @@ class Submission:
                 self._h2d_stream.wait_event(burst.start_event)
                 self._submit_layers(burst, prepared, events, None)
         except BaseException as exc:
-            self._fail(burst, events, exc)
+            self._fail(burst, events, exc, None)
             if not isinstance(exc, Exception):  # Ctrl-C is the caller's; the burst has failed all the same
                 raise
         finally:
@@ -109,7 +109,7 @@ class Submission:
         if burst.events is None:
             self._failures.burst_failed(burst, burst.plane_stage, None, interrupted)
         elif burst.error is None:
-            self._fail(burst, burst.events, interrupted)
+            self._fail(burst, burst.events, interrupted, self._in_flight)
         burst.mark_submitted()
 
     def _begin(self, burst: Burst) -> EventSet | None:
@@ -163,20 +163,26 @@ class Submission:
         events.ack_finish.record(self._h2d_stream)
         burst.finish_recorded = True
 
-    def _fail(self, burst: Burst, events: EventSet, error: BaseException) -> None:
+    def _fail(self, burst: Burst, events: EventSet, error: BaseException, in_flight: LayersInFlight | None) -> None:
         """Fail the burst at the layer that is not enqueued.
 
         An engine may wait on the raw events of layers that were not submitted: those are recorded behind what was,
         so that it waits for that and no longer. The same goes for the finish event, behind which the pages of the
-        burst can be used again.
+        burst can be used again. Where the stream has no room for them, waiters are released before.
         """
         stage, layer = burst.plane_stage, None
         if stage == "enqueuing" and burst.enqueued < burst.num_layers:
             layer = burst.enqueued
+        missing = range(burst.enqueued, burst.num_layers)
+        if in_flight is not None and not in_flight.has_room_for(len(missing)):
+            self._failures.burst_failed(burst, stage, layer, error)
         try:
-            for event in events.layers[burst.enqueued :]:
+            for number in missing:
                 with suppress(Exception):  # where the device is lost none of these works, and none is needed
-                    event.record(self._h2d_stream)
+                    if in_flight is not None:
+                        in_flight.make_room()
+                        in_flight.add(burst, number)
+                    events.layers[number].record(self._h2d_stream)
             with suppress(Exception):
                 events.ack_finish.record(self._h2d_stream)
                 burst.finish_recorded = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -25,6 +26,7 @@ def test_the_variable_turns_it_off(value: str) -> None:
     assert answer(ASK, HICACHE_SCHED_NATIVE=value) == f"False HICACHE_SCHED_NATIVE={value}".strip()
 
 
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_it_was_built_with_the_package() -> None:
     assert answer(ASK, HICACHE_SCHED_NATIVE="1") == "True None"
 

@@ -180,6 +180,7 @@ class CopyBench:
                     taken = time.thread_time() - start
                 device.resume("h2d")
                 scheduler.h2d_stream.synchronize()
+                backend.finish(prepared)
                 return taken / self.layers * 1e6
 
             return measure(loop, plan, rounds=self.rounds, rng=rng, on_round=on_round)

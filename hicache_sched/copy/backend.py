@@ -84,6 +84,8 @@ class PlansBursts(BurstBackend, Protocol):
     def plan(self, ops: Sequence[LoadOp]) -> CopyPlan | None:
         """Merge a burst's load ops, read and check their indices, and say what to copy; may block.
 
+        A plan that is refused fails the burst, and `finish` does not get it.
+
         :return: the plan, or None for a burst to go through `prepare` and `enqueue_layer`.
         :raises InvalidLoadError: as `prepare` does.
         """

@@ -65,6 +65,8 @@ class LayerBatches:
 
     def layer(self, layer: int) -> CopyBatch | None:
         """The copies of a layer; None where there is nothing to copy."""
+        if not len(self._plan.sizes):
+            return None
         row = layer - self._first
         if not 0 <= row < len(self._dst):
             self._work_out(layer)

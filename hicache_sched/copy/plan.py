@@ -26,7 +26,7 @@ class CopyPlan:
 
     Attributes:
         src_offsets: [num_copies], bytes; the same source may come twice.
-        dst_offsets: [num_copies], bytes; no destination overlaps another.
+        dst_offsets: [num_copies], bytes; no destination overlaps another, in this plane and layer or any other.
         sizes: [num_copies], bytes.
         plane_ends: [num_planes].
         src_base: [num_layers, num_planes], addresses on the host; 0 where the layer has no such plane.
@@ -87,12 +87,18 @@ def _rows(first: int, last: int) -> str:
 def check_plan(plan: CopyPlan, num_layers: int, num_pools: int) -> None:
     """Refuse a plan that is not what `CopyPlan` says; for plans that are not made here.
 
+    Whether planes and layers lie apart is not looked at, as pools need not be laid out plane by plane.
+
     :raises InvalidLoadError: naming the array that has to change.
     """
+    if not isinstance(plan, CopyPlan):
+        raise InvalidLoadError(f"plan() must return a CopyPlan or None, not {plan!r}")
     for field in fields(plan):
         array = getattr(plan, field.name)
         if not isinstance(array, np.ndarray) or array.dtype != np.int64 or not array.flags.c_contiguous:
             raise InvalidLoadError(f"a plan's {field.name} must be a C-contiguous int64 array, not {_kind(array)}")
+        if not array.ndim:
+            raise InvalidLoadError(f"a plan's {field.name} must be an array with a dimension, not {array!r}")
     num_copies, num_planes = len(plan.sizes), len(plan.plane_ends)
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("src_offsets", "dst_offsets", "sizes"), (num_copies,))
     shapes |= dict.fromkeys(("src_base", "dst_base"), (num_layers, num_planes))
@@ -116,6 +122,10 @@ def check_plan(plan: CopyPlan, num_layers: int, num_pools: int) -> None:
         raise InvalidLoadError(f"a plan's sizes must be positive: copy {np.argmin(plan.sizes)} moves no byte")
     if ((plan.src_base == 0) != (plan.dst_base == 0)).any() or (plan.src_base < 0).any() or (plan.dst_base < 0).any():
         raise InvalidLoadError("a plan's src_base and dst_base must be 0 for the same planes and layers, none negative")
+    for side in ("src", "dst"):
+        base, extent = getattr(plan, f"{side}_base"), getattr(plan, f"{side}_extent")
+        if (extent < 0).any() or (base > np.iinfo(np.int64).max - extent).any():
+            raise InvalidLoadError(f"a plan's {side}_extent must be bytes that are there, not {extent.tolist()}")
     planes = np.repeat(np.arange(num_planes), np.diff(ends))
     for side in ("src", "dst"):
         offsets, extent = getattr(plan, f"{side}_offsets"), getattr(plan, f"{side}_extent")[planes]

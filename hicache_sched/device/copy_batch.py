@@ -13,6 +13,12 @@ _SCRATCH_BYTES = 4 << 20
 """Rows are gathered into, and scattered from, this much at a time: a temporary that is not allocated anew for each
 copy, at a few returns from native code, each of which may have to wait for the GIL."""
 
+_LARGE_ROW = 16 << 20
+"""So large a copy is worth a call of its own; numpy has no type for one of 2 GiB."""
+
+_LARGEST_ARRAY = 1 << 62
+"""numpy describes no larger array, also where its rows overlap."""
+
 
 class CopyBatch(NamedTuple):
     """Copies that a device makes as one operation, in any order: `sizes[i]` bytes from `src[i]` to `dst[i]`.
@@ -68,8 +74,17 @@ class _Rows:
         }
 
 
+def _copy_one_by_one(dst: NDArray[np.int64], src: NDArray[np.int64], num_bytes: int) -> None:
+    for to, from_ in zip(dst.tolist(), src.tolist(), strict=True):
+        np.asarray(_Rows(to, num_bytes, 1, 1))[:] = np.asarray(_Rows(from_, num_bytes, 1, 1))
+
+
 def _copy_rows(dst: NDArray[np.int64], src: NDArray[np.int64], row_bytes: int) -> None:
     num_rows = len(dst)
+    span = max(int(addresses.max()) - int(addresses.min()) for addresses in (dst, src))
+    if row_bytes >= _LARGE_ROW or span * row_bytes >= _LARGEST_ARRAY:
+        _copy_one_by_one(dst, src, row_bytes)
+        return
     to, to_rows = _as_rows(dst, row_bytes)
     from_, from_rows = _as_rows(src, row_bytes)
     if from_rows is None:

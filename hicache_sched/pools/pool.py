@@ -38,7 +38,11 @@ class PlaneGeometry:
     @classmethod
     def of_layers(cls, layers: Sequence[torch.Tensor]) -> PlaneGeometry:
         """Geometry of a plane given as one view [num_rows, elements per row] per layer, elements contiguous."""
-        rows = tuple(layer.view(torch.uint8) for layer in layers)
+        # torch gives the stride of a dimension of one element no meaning, but `view` looks at it.
+        rows = tuple(
+            layer.as_strided(layer.shape, (layer.stride(0), 1), layer.storage_offset()).view(torch.uint8)
+            for layer in layers
+        )
         base = np.array([layer.data_ptr() for layer in rows], dtype=np.int64)
         return cls(base=base, row_stride=rows[0].stride(0), row_bytes=rows[0].shape[1], layers=rows)
 
@@ -190,6 +194,8 @@ class Pool:
         :raises TypeError: `page_size` is not an int.
         """
         _check_sizes(page_size=page_size)
+        if any(isinstance(plane, torch.Tensor) and not plane.dim() for plane in planes):
+            raise ValueError("a plane is a tensor [num_layers, num_tokens, ...] or one per layer, and not one number")
         layered = [list(plane) for plane in planes]
         tensors = [layer for layers in layered for layer in layers]
         where = ["num_pages", "page_size"] if paged else ["num_tokens"]
@@ -208,12 +214,12 @@ class Pool:
             raise ValueError(f"{tuple(tensors[0].shape)} are not tokens in pages of {page_size}")
         has_pages = paged or all(layers[0].stride(0) == layers[0][0].numel() for layers in layered)
         num_rows = num_tokens // page_size if has_pages else num_tokens
+        geometry = tuple(PlaneGeometry.of_layers([_in_rows(layer, num_rows) for layer in layers]) for layers in layered)
+        _check_apart(geometry)
         given = [[plane] if isinstance(plane, torch.Tensor) else plane for plane in planes]
         return cls(
             planes=tuple(tensor for plane in given for tensor in plane),
-            geometry=tuple(
-                PlaneGeometry.of_layers([_in_rows(layer, num_rows) for layer in layers]) for layers in layered
-            ),
+            geometry=geometry,
             token_shapes=tuple(tuple(layers[0].shape[len(where) :]) for layers in layered),
             num_layers=len(layered[0]),
             num_rows=num_rows,
@@ -290,11 +296,48 @@ def _check_alike(what: str, values: Sequence[object]) -> None:
 
 
 def _check_pieces(plane: int, what: str, layer: torch.Tensor) -> None:
+    if layer.is_conj() or layer.is_neg():
+        raise ValueError(
+            f"plane {plane}: a conjugate or negative view is not the bytes that it shows: resolve it first"
+        )
     if not layer.numel() or not layer[0].is_contiguous() or layer.stride(0) < layer[0].numel():
         raise ValueError(
             f"plane {plane}: each {what} must lie in one piece, and none on top of another; the shape of a layer is "
             f"{tuple(layer.shape)} and its strides are {layer.stride()}"
         )
+
+
+def _check_apart(planes: Sequence[PlaneGeometry]) -> None:
+    """Refuse planes and layers of which one lies on top of another."""
+    where = [(number, layer) for number, plane in enumerate(planes) for layer in range(len(plane.base))]
+    order = np.argsort(np.concatenate([plane.base for plane in planes]), kind="stable")
+    by_address = [(planes[number], number, layer) for number, layer in (where[index] for index in order)]
+    for position, (plane, number, layer) in enumerate(by_address):
+        for other, other_number, other_layer in by_address[position + 1 :]:
+            distance = int(other.base[other_layer] - plane.base[layer])
+            if distance >= plane.extent:
+                break
+            if _overlap(plane, other, distance):
+                raise ValueError(
+                    f"layer {other_layer} of plane {other_number} lies on top of layer {layer} of plane {number}; a "
+                    "pool needs memory of its own for each"
+                )
+
+
+def _overlap(plane: PlaneGeometry, other: PlaneGeometry, distance: int) -> bool:
+    """Whether rows share bytes; `other` begins `distance` behind `plane`, and before its end."""
+    if plane.row_stride == other.row_stride:
+        row, into_row = divmod(distance, plane.row_stride)
+        begins_in_a_row = into_row < plane.row_bytes
+        reaches_the_next = row + 1 < len(plane.layers[0]) and plane.row_stride - into_row < other.row_bytes
+        return begins_in_a_row or reaches_the_next
+    starts = np.arange(len(plane.layers[0])) * plane.row_stride
+    other_starts = np.arange(len(other.layers[0])) * other.row_stride + distance
+    # The rows of `plane` that each row of `other` begins behind, and ends behind.
+    begins = np.searchsorted(starts, other_starts, side="right")
+    ends = np.searchsorted(starts, other_starts + other.row_bytes, side="left")
+    before = starts[np.maximum(begins - 1, 0)] + plane.row_bytes > other_starts
+    return bool((before | (ends > begins)).any())
 
 
 def _resolve_pin(pin: bool | None, device: torch.device) -> bool:

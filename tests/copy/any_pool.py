@@ -79,10 +79,13 @@ def allocated(layout: Layout) -> Maker:
 
 
 def wrapped_layers(sizes: Sizes, num_pages: int) -> AnyPool:
-    """A tensor per plane and layer."""
+    """A tensor per plane and layer, none of them at the start of its storage."""
     num_tokens = num_pages * sizes.page_size
     planes = [
-        [torch.zeros(num_tokens, elements, dtype=sizes.dtype) for _ in range(sizes.num_layers)]
+        [
+            torch.zeros(num_tokens * elements + 1, dtype=sizes.dtype)[1:].view(num_tokens, elements)
+            for _ in range(sizes.num_layers)
+        ]
         for elements in sizes.planes
     ]
     pool = Pool.wrap(planes, sizes.page_size)

@@ -363,6 +363,9 @@ def test_a_plan_that_is_what_it_should_be_is_accepted() -> None:
         ({"src_offsets": [0, 65, 0]}, "src_offsets must stay within their planes: copy 1 moves 32 bytes at offset 65"),
         ({"src_offsets": [0, 64, -1]}, "src_offsets must stay within their planes: copy 2"),
         ({"dst_offsets": [64, 0, 2**63 - 1]}, "dst_offsets must stay within their planes: copy 2"),
+        ({"dst_extent": [-(2**63), 96]}, "dst_extent must be bytes that are there"),
+        ({"src_extent": [96, 2**63 - 1]}, "src_extent must be bytes that are there"),
+        ({"sizes": np.array(3)}, "sizes must be an array with a dimension"),
         ({"dst_extent": [96, 63]}, "dst_offsets must stay within their planes: copy 2"),
         ({"dst_offsets": [31, 0, 0]}, "destinations must not overlap, as copies 0 and 1 of plane 0 do"),
         ({"dst_offsets": [0, 0, 0]}, "destinations must not overlap, as copies 0 and 1 of plane 0 do"),
@@ -371,6 +374,20 @@ def test_a_plan_that_is_what_it_should_be_is_accepted() -> None:
 def test_a_plan_that_is_not_what_it_should_be_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidLoadError, match=words):
         check_plan(foreign(**changes), num_layers=2, num_pools=1)
+
+
+def test_what_is_no_plan_is_refused() -> None:
+    with pytest.raises(InvalidLoadError, match="must return a CopyPlan or None, not 7"):
+        check_plan(7, num_layers=2, num_pools=1)  # type: ignore[arg-type]
+
+
+def test_a_plan_without_copies_has_no_batches() -> None:
+    nothing: dict[str, Any] = {name: [] for name in ("src_offsets", "dst_offsets", "sizes")}
+    made = foreign(**nothing, plane_ends=[0, 0])
+
+    check_plan(made, num_layers=2, num_pools=1)
+    assert LayerBatches(made, None, AddressBuffers(), keep=True).layer(0) is None
+    assert made.num_bytes == 0
 
 
 def test_a_plan_without_planes_is_refused() -> None:

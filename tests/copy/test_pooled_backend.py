@@ -32,6 +32,7 @@ from tests.copy.builders import (
     load,
     load_with_torch,
     make_pair,
+    move,
     page_op,
     raw_bytes,
     staged,
@@ -164,6 +165,19 @@ class OtherRuntime:
 def test_a_device_pool_in_cpu_memory_is_refused_by_a_real_device() -> None:
     with pytest.raises(HiCacheSchedError, match="the device pool is on cpu but the scheduler runs on OtherRuntime:0"):
         PooledBackend([make_pair()]).bind(Point(DeviceBinding(OtherRuntime())))
+
+
+def test_the_memory_of_a_bursts_addresses_is_used_again_once_it_has_landed(point: Point) -> None:
+    backend = PooledBackend([make_pair()])
+    move(backend, [page_op(1, [5, 2], [1, 6])], range(2), point)
+    submitter = backend._submitter
+    assert isinstance(submitter, BatchSubmitter)
+    free = submitter._buffers.num_free
+
+    for _ in range(3):
+        move(backend, [page_op(1, [5, 2], [1, 6])], range(2), point)
+
+    assert submitter._buffers.num_free == free == 2, "one for the addresses of each side"
 
 
 # -- what a burst costs ---------------------------------------------------------------------------------------

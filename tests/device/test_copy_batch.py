@@ -59,6 +59,15 @@ def test_every_byte_named_arrives_and_no_other_changes(copies: list[tuple[int, i
     assert np.array_equal(source, before)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(copies=batches(), limits=st.sampled_from([("_LARGE_ROW", 8), ("_LARGEST_ARRAY", 1000)]))
+def test_copies_that_numpy_has_no_array_for_are_made_one_by_one(
+    copies: list[tuple[int, int, int]], limits: tuple[str, int]
+) -> None:
+    with mock.patch(f"hicache_sched.device.copy_batch.{limits[0]}", limits[1]):
+        test_every_byte_named_arrives_and_no_other_changes.hypothesis.inner_test(copies, 4 << 20)  # type: ignore[attr-defined]
+
+
 def test_an_empty_batch_does_nothing() -> None:
     NO_COPIES.execute()
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hicache_sched.copy.merge import merge_ops
 from hicache_sched.copy.planner import BurstPlanner
+from hicache_sched.copy.pooled import PooledBackend
 from hicache_sched.copy.submit import BatchSubmitter
 from hicache_sched.device.batched_copy import (
     ORDER_ANY,
@@ -21,10 +22,12 @@ from hicache_sched.device.batched_copy import (
     NoBatchedCopy,
     batched_copy_for,
 )
+from hicache_sched.device.binding import DeviceBinding
+from hicache_sched.device.emulated import EmulatedDevice
 from hicache_sched.load_op import LoadOp, PoolTransfer
 from hicache_sched.pools import PoolPair
 from tests.copy.any_pool import MAKERS, AnyBurst, AnyPool, Sizes, any_bursts, fill
-from tests.copy.builders import page_op, tokens_of
+from tests.copy.builders import Point, make_pair, page_op, tokens_of
 from tests.driver.stand_in import StandIn, Stream, cuda_like
 
 SIZES = Sizes(planes=(6, 4), page_size=4, num_layers=3, dtype=torch.float16)
@@ -108,6 +111,34 @@ def test_the_source_is_read_at_any_time_only_where_it_is_stable(
     BatchSubmitter(copy, ["kv"], None).begin(plan).submit_layer(0)
 
     assert driver.lib.stand_in_source_order() == order
+
+
+@pytest.mark.parametrize("stable_host", [True, False])
+def test_whether_the_source_is_stable_is_for_the_user_of_the_backend_to_say(
+    monkeypatch: pytest.MonkeyPatch, stable_host: bool
+) -> None:
+    asked: list[dict[str, object]] = []
+
+    def answer(*args: object, **kwargs: object) -> NoBatchedCopy:
+        asked.append(kwargs)
+        return NoBatchedCopy("it is only asked")
+
+    monkeypatch.setattr("hicache_sched.copy.pooled.batched_copy_for", answer)
+    with EmulatedDevice() as device:
+        PooledBackend([make_pair()], stable_host=stable_host).bind(Point(DeviceBinding(device)))
+
+    assert asked == [{"stable_source": stable_host}]
+
+
+def test_the_driver_is_asked_with_torchs_context_current(driver: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(driver, "use_primary_context", asked.append)
+    burst = a_burst("layer_first", "layer_first")
+    driver.knows(host=burst.host.memory)
+
+    batched(driver, [burst.pair])
+
+    assert asked == [0]
 
 
 def test_rows_that_follow_each_other_on_both_sides_are_one_copy(driver: StandIn) -> None:

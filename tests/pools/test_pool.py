@@ -128,7 +128,7 @@ def test_a_wrapped_pool_is_the_engines_memory() -> None:
 
 def test_tokens_that_lie_side_by_side_make_rows_of_pages() -> None:
     assert Pool.wrap([torch.zeros(3, 20, 8)], page_size=4).tokens_per_row == 4
-    assert Pool.wrap([[torch.zeros(20, 8)] * 3], page_size=4).num_layers == 3
+    assert Pool.wrap([[torch.zeros(20, 8) for _ in range(3)]], page_size=4).num_layers == 3
 
 
 def test_pages_can_lie_apart_where_they_are_given_as_pages() -> None:
@@ -243,3 +243,61 @@ def test_a_pair_that_does_not_fit_is_refused(changes: dict[str, Any], words: str
 def test_a_pair_without_a_name_is_refused() -> None:
     with pytest.raises(ValueError, match="needs a name"):
         PoolPair("", small_pool(), small_pool())
+
+
+# -- memory of its own ----------------------------------------------------------------------------------------------
+
+
+def test_tokens_of_one_element_may_lie_apart() -> None:
+    scales = torch.arange(12, dtype=torch.float32).view(6, 2)
+    pool = Pool.wrap([[scales[:, ::2]], [scales[:, 1::2]]], page_size=2)
+
+    assert [plane.row_bytes for plane in pool.geometry] == [4, 4]
+    assert [plane.layers[0].view(torch.float32).flatten().tolist() for plane in pool.geometry] == [
+        [0, 2, 4, 6, 8, 10],
+        [1, 3, 5, 7, 9, 11],
+    ]
+
+
+MEMORY = torch.zeros(4, 8, 12)
+ON_TOP: dict[str, Any] = {
+    "the same layer": [[MEMORY[0], MEMORY[0]]],
+    "expanded layers": [torch.zeros(1, 8, 12).expand(3, 8, 12)],
+    "the same plane": [MEMORY, MEMORY],
+    "half a row apart": [[MEMORY.flatten()[:96].view(8, 12), MEMORY.flatten()[6:102].view(8, 12)]],
+    "half a token": [MEMORY[..., :8], MEMORY[..., 6:]],
+    "other strides": [[MEMORY[0]], [MEMORY.flatten()[90:122].view(8, 4)]],
+    "into the next row": [[MEMORY[0, :, :8]], [MEMORY.flatten()[10:106].view(8, 12)[:, :8]]],
+}
+
+
+@pytest.mark.parametrize("planes", ON_TOP.values(), ids=ON_TOP)
+def test_planes_and_layers_on_top_of_each_other_are_refused(planes: Any) -> None:
+    with pytest.raises(ValueError, match="lies on top of layer"):
+        Pool.wrap(planes, page_size=1)
+
+
+APART: dict[str, Any] = {
+    "layers": [MEMORY],
+    "alternating": [MEMORY[..., :8], MEMORY[..., 8:]],
+    "tokens first": [MEMORY.transpose(0, 1)],
+    "other strides": [[MEMORY[0]], [MEMORY[1].flatten()[:32].view(8, 4)]],
+    "other strides, alternating": [[MEMORY[0, :4, :4]], [MEMORY[0, :, 4:8][::2]]],
+}
+
+
+@pytest.mark.parametrize("planes", APART.values(), ids=APART)
+def test_planes_and_layers_that_only_lie_between_each_other_are_accepted(planes: Any) -> None:
+    assert Pool.wrap(planes, page_size=1).num_tokens in (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("planes", "words"),
+    [
+        ([torch.zeros(())], "and not one number"),
+        ([[torch.zeros(4, 2, dtype=torch.complex64).conj()]], "resolve it first"),
+    ],
+)
+def test_tensors_that_are_not_the_bytes_they_show_are_refused(planes: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Pool.wrap(planes, page_size=1)

@@ -94,6 +94,35 @@ def test_as_many_layers_are_in_flight_as_their_operations_leave_room_for(
         handle.wait_layer(room, timeout=30)
 
 
+@pytest.mark.parametrize("fails_in", ["prepare", 3])
+def test_a_burst_that_fails_does_not_fill_the_queue_with_its_events_and_releases_its_waiters_at_once(
+    device: EmulatedDevice, make_scheduler: MakeScheduler, fails_in: str | int
+) -> None:
+    backend = LaunchingBackend(device, NUM_LAYERS)
+    scheduler = make_scheduler(backend, h2d_queue_ops=DEPTH)
+    device.hold("h2d")
+    first = hand_out(scheduler, 1)
+    with device.stream(device.Stream()):
+        first.wait_layer(9, timeout=30)
+        backend.failures[fails_in] = RuntimeError("broken")  # of the first, where it is a layer still to come
+        second = hand_out(scheduler, 2)
+        third = hand_out(scheduler, 3)
+        engine_step(device)
+    device.step("h2d", NUM_LAYERS - 5)  # the first goes on to its end, and the second to its failure
+    with device.stream(device.Stream()):
+        second.wait_layer(NUM_LAYERS - 1, timeout=30)
+    assert second.stale or fails_in == 3
+    for _ in range(5):
+        engine_step(device)
+
+    device.resume("h2d")
+
+    with pytest.raises(LoadFailedError, match="broken"):
+        second.result(30)
+    assert first.result(30).status is third.result(30).status is AckStatus.OK
+    assert [ack.burst_id for ack in scheduler.pop_acks()] == [1, 2, 3]
+
+
 def test_a_burst_that_waits_for_room_ends_when_the_device_is_lost(
     device: EmulatedDevice, make_scheduler: MakeScheduler
 ) -> None:
