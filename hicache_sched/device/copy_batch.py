@@ -118,7 +118,7 @@ def _as_rows(addresses: NDArray[np.int64], row_bytes: int) -> tuple[NDArray[Any]
     """
     steps = np.diff(addresses)
     stride = int(steps[0]) if len(steps) else row_bytes
-    if stride >= row_bytes and (steps == stride).all():
+    if (steps == stride).all():
         return np.asarray(_Rows(int(addresses[0]), len(addresses), stride, row_bytes)), None
     first = int(addresses.min())
     offsets = addresses - first
