@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache_sched import InvalidLoadError, LoadFailedError, LoadOp
+from hicache_sched import InvalidLoadError, LoadFailedError, LoadOp, native
 from hicache_sched.copy import CopyPlan, PooledBackend
 from hicache_sched.copy.planned import PlannedBackend
 from hicache_sched.copy.submit import BatchSubmitter
@@ -120,7 +120,10 @@ def test_how_copies_are_made_is_said_at_the_start(make_scheduler: MakeScheduler,
     make_scheduler(PooledBackend([make_pair()]))
 
     said = [(entry["backend"], entry["copy_method"]) for entry in logs if entry["event"] == "scheduler_started"]
-    assert said == [("EngineBackend", "emulated"), ("PooledBackend", "emulated")]
+    how = "emulated"
+    if native.module is None:
+        how = f"emulated with numpy, because the native part is missing: {native.missing_because}"
+    assert said == [("EngineBackend", how), ("PooledBackend", how)]
 
 
 class OneByOneRuntime:
