@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 
 from hicache_sched.burst import Burst
@@ -25,8 +24,7 @@ class LayersInFlight:
     def __init__(self, queue_ops: int, num_slots: int, ops_per_layer: int) -> None:
         # Each layer's event is one more.
         self._max_layers = max(1, (queue_ops - OPS_PER_BURST * num_slots) // (ops_per_layer + 1))
-        # A landed burst is not kept alive by this; one that is gone has landed.
-        self._layers: deque[tuple[weakref.ref[Burst], int]] = deque()
+        self._layers: deque[tuple[Burst, int]] = deque()
 
     def has_room_for(self, num_layers: int) -> bool:
         """Whether that many may be submitted without waiting."""
@@ -44,21 +42,19 @@ class LayersInFlight:
             return
         layers = self._layers
         for _ in range(max(1, self._max_layers // 2)):
-            reference, layer = layers.popleft()
-        burst = reference()
-        if burst is None or burst.landed > layer or (events := burst.events) is None:
+            burst, layer = layers.popleft()
+        if burst.landed > layer or (events := burst.events) is None:
             return
         # Its events are not recorded again meanwhile: this thread would do it.
         events.layers[layer].synchronize()
 
     def add(self, burst: Burst, layer: int) -> None:
-        self._layers.append((weakref.ref(burst), layer))
+        self._layers.append((burst, layer))
 
     def _forget_landed(self) -> None:
         while self._layers and _has_landed(*self._layers[0]):
             self._layers.popleft()
 
 
-def _has_landed(reference: weakref.ref[Burst], layer: int) -> bool:
-    burst = reference()
-    return burst is None or burst.landed > layer or burst.ended
+def _has_landed(burst: Burst, layer: int) -> bool:
+    return burst.landed > layer or burst.ended
