@@ -58,6 +58,7 @@ class LayerBatches:
         self._used: list[Int64s] = []
         self._copies_per_plane = np.diff(plan.plane_ends, prepend=0)
         self._has_planes = plan.dst_base != 0
+        self._bytes_per_layer = (self._has_planes * plan.plane_bytes).sum(axis=1).tolist()
         self._is_complete = self._has_planes.all(axis=1).tolist()
         self._layers_at_once = max(1, _COPIES_AT_ONCE // max(1, len(plan.sizes)))
         self._first = 0
@@ -71,7 +72,8 @@ class LayerBatches:
         if not 0 <= row < len(self._dst):
             self._work_out(layer)
             row = 0
-        batch = CopyBatch(self._dst[row], self._src[row], self._plan.sizes, self._owner)
+        nbytes = self._bytes_per_layer[layer]
+        batch = CopyBatch(self._dst[row], self._src[row], self._plan.sizes, nbytes, self._owner)
         if self._is_complete[layer]:
             return batch
         kept = self.positions(layer)

@@ -178,7 +178,7 @@ class _Plane:
     def gather(self, layer: int, addresses: Int64s) -> None:
         """Copy the layer's bytes to `addresses`, one for each copy; on the calling thread."""
         base = self._host.base[self._local(layer)]
-        CopyBatch(addresses, base + self._src_offsets, self._sizes).execute()
+        CopyBatch(addresses, base + self._src_offsets, self._sizes, int(self._sizes.sum()), owner=self).execute()
 
     def destination(self, layer: int) -> torch.Tensor:
         """Where a plane that is one piece goes."""

@@ -199,4 +199,5 @@ def _cut(batch: CopyBatch, borders: NDArray[np.int64]) -> tuple[CopyBatch, NDArr
     border = first[origins] + part  # the first border behind the start of each part
     starts = np.where(part == 0, src, borders[border - 1])
     ends = np.where(part == crossed[origins], ends, borders[np.minimum(border, len(borders) - 1)])
-    return CopyBatch(batch.dst[origins] + starts - src, starts, ends - starts, batch.owner), origins
+    cut = batch._replace(dst=batch.dst[origins] + starts - src, src=starts, sizes=ends - starts)
+    return cut, origins

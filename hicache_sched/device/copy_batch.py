@@ -29,17 +29,15 @@ class CopyBatch(NamedTuple):
         dst: int64 [num_copies], addresses.
         src: int64 [num_copies], addresses.
         sizes: int64 [num_copies], bytes, none of them 0.
+        nbytes: sum of the sizes, which whoever makes batches knows without adding them up each time.
         owner: whatever keeps the memory on both sides alive.
     """
 
     dst: NDArray[np.int64]
     src: NDArray[np.int64]
     sizes: NDArray[np.int64]
-    owner: Any = None
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.sizes.sum())
+    nbytes: int
+    owner: Any
 
     def execute(self) -> None:
         """Move the bytes between two places in CPU memory, on the calling thread, without the GIL."""

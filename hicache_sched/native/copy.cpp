@@ -19,6 +19,7 @@ constexpr std::size_t kPastCaches = 8u << 20;
 
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kLine = 64;
+constexpr std::size_t kPages = 4;
 
 void stream_line(char* dst, const char* src) {
   for (std::size_t i = 0; i < kLine; i += 16) {
@@ -26,15 +27,16 @@ void stream_line(char* dst, const char* src) {
   }
 }
 
-// Two pages at a time, as the prefetcher of the CPU follows a stream within a page only, and several at once.
+// Some pages at a time, as the prefetcher of the CPU follows a stream within a page only, but several at once.
 void copy_past_caches(char* dst, const char* src, std::size_t size) {
   const std::size_t head = std::min(size, (16 - reinterpret_cast<std::uintptr_t>(dst) % 16) % 16);
   std::memcpy(dst, src, head);
   dst += head, src += head, size -= head;
-  for (; size >= 2 * kPage; dst += 2 * kPage, src += 2 * kPage, size -= 2 * kPage) {
+  for (; size >= kPages * kPage; dst += kPages * kPage, src += kPages * kPage, size -= kPages * kPage) {
     for (std::size_t i = 0; i < kPage; i += kLine) {
-      stream_line(dst + i, src + i);
-      stream_line(dst + kPage + i, src + kPage + i);
+      for (std::size_t page = 0; page < kPages; ++page) {
+        stream_line(dst + page * kPage + i, src + page * kPage + i);
+      }
     }
   }
   for (; size >= kLine; dst += kLine, src += kLine, size -= kLine) {

@@ -429,5 +429,6 @@ def test_a_layer_that_lacks_a_plane_has_a_batch_of_the_others_and_one_that_lacks
     assert whole.dst.tolist() == [5064, 5000, 6032]
     assert part is not None
     assert (part.dst.tolist(), part.src.tolist(), part.sizes.tolist()) == ([8032], [4000], [32])
+    assert (whole.nbytes, part.nbytes) == (96, 32)
     assert batches.positions(1).tolist() == [2]
     assert batches.layer(2) is None

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from hicache_sched.device.copy_batch import CopyBatch
 
-NO_COPIES = CopyBatch(*[np.empty(0, dtype=np.int64)] * 3)
+NONE = np.empty(0, dtype=np.int64)
+NO_COPIES = CopyBatch(NONE, NONE, NONE, 0, None)
 
 
 def row_copies(*parts: tuple[NDArray[Any], Sequence[int], NDArray[Any], Sequence[int]]) -> CopyBatch:
@@ -20,4 +21,5 @@ def row_copies(*parts: tuple[NDArray[Any], Sequence[int], NDArray[Any], Sequence
         dst += [target.ctypes.data + row * target.strides[0] for row in target_rows]
         src += [source.ctypes.data + row * source.strides[0] for row in source_rows]
         sizes += [target[0].nbytes] * len(target_rows)
-    return CopyBatch(*(np.array(values, dtype=np.int64) for values in (dst, src, sizes)))._replace(owner=parts)
+    to, from_, num_bytes = (np.array(values, dtype=np.int64) for values in (dst, src, sizes))
+    return CopyBatch(to, from_, num_bytes, sum(sizes), owner=parts)

@@ -106,7 +106,8 @@ FORK = """
 device.hold("h2d")
 launch(lambda: None, engine="h2d")
 event = stream.record_event()
-nothing = CopyBatch(*[np.empty(0, dtype=np.int64)] * 3)
+none = np.empty(0, dtype=np.int64)
+nothing = CopyBatch(none, none, none, 0, None)
 calls = [
     device.Stream, device.Event, device.synchronize, stream.query, stream.synchronize, event.query, event.synchronize,
     event.record, event.wait, lambda: stream.wait_stream(other), lambda: device.launch(lambda: None),

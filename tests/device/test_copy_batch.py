@@ -53,7 +53,7 @@ def test_every_byte_named_arrives_and_no_other_changes(copies: list[tuple[int, i
     dst, src, sizes = (np.array(column, dtype=np.int64) for column in zip(*copies, strict=True))
 
     with mock.patch("hicache_sched.device.copy_batch._SCRATCH_BYTES", scratch):
-        CopyBatch(dst + target.ctypes.data, src + source.ctypes.data, sizes).execute()
+        CopyBatch(dst + target.ctypes.data, src + source.ctypes.data, sizes, int(sizes.sum()), None).execute()
 
     assert np.array_equal(target, wanted)
     assert np.array_equal(source, before)
@@ -109,7 +109,7 @@ def test_what_lies_between_far_rows_is_not_touched(sides: str) -> None:
     dst = {"source": near_at, "target": at, "both": at - far.ctypes.data + other.ctypes.data}[sides]
     src = {"source": at, "target": near_at, "both": at}[sides]
 
-    assert peak_memory(CopyBatch(dst, src, np.full(3, 1000))) < 100_000
+    assert peak_memory(CopyBatch(dst, src, np.full(3, 1000), 3000, (far, near, other))) < 100_000
 
 
 @pytest.mark.parametrize("misaligned_by", [0, 1, 8, 15, 17])
