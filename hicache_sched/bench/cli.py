@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hicache_sched.bench.copy import HEADS, PAGE_SIZE, CopyBench
+from hicache_sched.bench.copy import CopyBench
+from hicache_sched.bench.interference import InterferenceBench
 from hicache_sched.bench.report import Report
+from hicache_sched.bench.workload import ROW_UNIT
 
 app = typer.Typer(no_args_is_help=True, help="Measure; every figure is a ratio of two sides measured in one run.")
-
-
-@app.callback()
-def _benchmarks() -> None:
-    """Keeps `copy` a command of its own while it is the only one."""
 
 
 Json = Annotated[Path | None, typer.Option("--json", help="Write the results, with every round, to this file.")]
@@ -38,15 +36,46 @@ def bench_copy(
     row_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a page in one layer of K, and of V.")] = 65536,
 ) -> None:
     """A burst's throughput against one large copy, and its planning against a loop over pages, in every host layout."""
-    if row_bytes % (PAGE_SIZE * HEADS):
-        raise typer.BadParameter(f"--row-bytes must be a multiple of {PAGE_SIZE * HEADS}, not {row_bytes}")
+    _check_row_bytes(row_bytes)
     bench = CopyBench(_resolve(device), pages, layers, row_bytes, rounds, seed)
+    _run("copy", bench.num_rounds, bench.run, json)
+
+
+@app.command("interference")
+def bench_interference(
+    json: Json = None,
+    seed: Seed = 0,
+    rounds: Rounds = 5,
+    pages: Annotated[int, typer.Option(min=1, help="Pages of a burst.")] = 64,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the pools.")] = 78,
+    row_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a page in one layer of K, and of V.")] = 8192,
+    window: Annotated[float, typer.Option(min=0.01, help="Seconds of bursts for each figure.")] = 0.25,
+) -> None:
+    """Bursts while the engine scheduler is idle, runs pure Python, or mixes Python and small torch operations."""
+    _check_row_bytes(row_bytes)
+    bench = InterferenceBench(layers, pages, row_bytes, window, rounds, seed)
+    _run("interference", bench.num_rounds, bench.run, json)
+
+
+class _Run(Protocol):
+    def __call__(self, on_round: Callable[[], None]) -> Report: ...
+
+
+def _run(name: str, num_rounds: int, run: _Run, json: Path | None) -> None:
     console = Console()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("copy", total=bench.num_rounds)
-        report = bench.run(lambda: progress.advance(task))
-    _finish(report, json, console)
+        task = progress.add_task(name, total=num_rounds)
+        report = run(lambda: progress.advance(task))
+    report.print(console)
+    if json is not None:
+        report.write_json(json)
+        console.print(f"written to {json}")
+
+
+def _check_row_bytes(row_bytes: int) -> None:
+    if row_bytes % ROW_UNIT:
+        raise typer.BadParameter(f"--row-bytes must be a multiple of {ROW_UNIT}, not {row_bytes}")
 
 
 def _resolve(device: str) -> str:
@@ -58,10 +87,3 @@ def _resolve(device: str) -> str:
     if device == "cuda" and not has_cuda:
         raise typer.BadParameter("--device cuda needs a GPU, and torch.cuda finds none: use --device emulated")
     return device
-
-
-def _finish(report: Report, json: Path | None, console: Console) -> None:
-    report.print(console)
-    if json is not None:
-        report.write_json(json)
-        console.print(f"written to {json}")

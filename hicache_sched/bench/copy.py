@@ -13,16 +13,15 @@ import numpy as np
 import torch
 
 from hicache_sched import LoadOp, TransferScheduler
-from hicache_sched.bench.measure import Ratio, measure
+from hicache_sched.bench.measure import Series, measure
 from hicache_sched.bench.report import Report, Row
+from hicache_sched.bench.workload import PAGE_SIZE, make_op, make_pair
 from hicache_sched.copy import PooledBackend
 from hicache_sched.device import EmulatedDevice
 from hicache_sched.device.copy_batch import CopyBatch
-from hicache_sched.pools import Layout, Pool, PoolPair
+from hicache_sched.pools import Layout, PoolPair
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
-PAGE_SIZE = 16
-HEADS = 2
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,6 @@ class CopyBench:
     seed: int
 
     @property
-    def head_dim(self) -> int:
-        """Elements of a head, of one byte each."""
-        return self.row_bytes // (PAGE_SIZE * HEADS)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of a burst."""
         return self.pages * self.layers * self.row_bytes * 2
@@ -67,15 +61,15 @@ class CopyBench:
         rows = []
         for layout in LAYOUTS:
             rng = random.Random(self.seed)
-            op = self._op()
+            op = make_op(self.pages, self.seed)
             with self._runtime() as runtime:
-                throughput = self._throughput(self._pair(layout, self.device), op, runtime, rng, on_round)
-            planning = self._planning(self._pair(layout, "emulated"), layout, op, rng, on_round)
+                throughput = self._throughput(self._pair(layout, self.device == "cuda"), op, runtime, rng, on_round)
+            planning = self._planning(self._pair(layout, False), layout, op, rng, on_round)
             copied = self.row_bytes // (PAGE_SIZE if layout == "page_first" else 1)  # that layout keeps tokens apart
             case = f"{layout}, {copied} bytes a copy"
-            target = 0.9 if copied >= 65536 else None
-            rows.append(Row("throughput", case, "burst", "one copy", "GB/s", throughput, target))
-            rows.append(Row("planning a layer", case, "loop over pages", "plan", "us", planning))
+            target = ">= 0.9" if copied >= 65536 else None
+            rows.append(Row.ratio("throughput", case, "GB/s", throughput, target))
+            rows.append(Row.ratio("planning a layer", case, "us", planning))
         return Report("copy", asdict(self) | {"burst_bytes": self.nbytes}, self._notes(), tuple(rows))
 
     def _notes(self) -> tuple[str, ...]:
@@ -88,32 +82,6 @@ class CopyBench:
             return notes
         return (*notes, "the device is emulated: copies are made by the CPU, both sides of them")
 
-    def _pair(self, layout: Layout, device: str) -> PoolPair:
-        sizes: dict[str, Any] = {
-            "num_pages": 2 * self.pages,
-            "page_size": PAGE_SIZE,
-            "num_layers": self.layers,
-            "num_heads": HEADS,
-            "head_dim": self.head_dim,
-            "dtype": torch.uint8,
-        }
-        host = Pool.mha(**sizes, layout=layout, pin=device == "cuda")
-        for plane in host.planes:
-            plane.fill_(1)  # memory that was never written is one page of zeros, and faster to read
-        target = Pool.mha(**sizes, device="cuda" if device == "cuda" else "cpu", pin=False)
-        for plane in target.planes:
-            plane.fill_(2)
-        return PoolPair("kv", host, target)
-
-    def _op(self) -> LoadOp:
-        rng = np.random.default_rng(self.seed)
-        host, device = (rng.permutation(2 * self.pages)[: self.pages] for _ in range(2))
-        offsets = np.arange(PAGE_SIZE)
-        host_indices, device_indices = (
-            torch.from_numpy((pages[:, None] * PAGE_SIZE + offsets).ravel()) for pages in (host, device)
-        )
-        return LoadOp(1, host_indices, device_indices)
-
     @contextmanager
     def _runtime(self) -> Iterator[Any]:
         if self.device == "cuda":
@@ -122,11 +90,14 @@ class CopyBench:
             with EmulatedDevice() as device:
                 yield device
 
+    def _pair(self, layout: Layout, on_cuda: bool) -> PoolPair:
+        return make_pair(self.pages, self.layers, self.row_bytes, layout, on_cuda=on_cuda)
+
     # -- throughput -----------------------------------------------------------------------------------------------
 
     def _throughput(
         self, pair: PoolPair, op: LoadOp, runtime: Any, rng: random.Random, on_round: Callable[[], None]
-    ) -> Ratio:
+    ) -> dict[str, Series]:
         """GB/s of a burst and of one copy."""
         is_cuda = self.device == "cuda"
         source = torch.ones(self.nbytes, dtype=torch.uint8, pin_memory=is_cuda)
@@ -134,15 +105,15 @@ class CopyBench:
         stream = runtime.Stream()
         with TransferScheduler(PooledBackend([pair], stable_host=True), runtime=runtime) as scheduler:
 
-            def burst() -> float:
+            def burst() -> dict[str, float]:
                 start = time.perf_counter()
                 scheduler.load(op)
                 handle = scheduler.start_loading_sync()
                 assert handle is not None
                 handle.result()
-                return self.nbytes / (time.perf_counter() - start) / 1e9
+                return {"GB/s": self.nbytes / (time.perf_counter() - start) / 1e9}
 
-            def one_copy() -> float:
+            def one_copy() -> dict[str, float]:
                 start = time.perf_counter()
                 with runtime.stream(stream):
                     if is_cuda:
@@ -150,30 +121,31 @@ class CopyBench:
                     else:
                         runtime.enqueue_copies(_one_copy(target, source))
                 stream.synchronize()
-                return self.nbytes / (time.perf_counter() - start) / 1e9
+                return {"GB/s": self.nbytes / (time.perf_counter() - start) / 1e9}
 
-            return measure(burst, one_copy, rounds=self.rounds, rng=rng, on_round=on_round)
+            sides = measure({"burst": burst, "one copy": one_copy}, rounds=self.rounds, rng=rng, on_round=on_round)
+            return {name: side["GB/s"] for name, side in sides.items()}
 
     # -- planning -------------------------------------------------------------------------------------------------
 
     def _planning(
         self, pair: PoolPair, layout: Layout, op: LoadOp, rng: random.Random, on_round: Callable[[], None]
-    ) -> Ratio:
+    ) -> dict[str, Series]:
         """Microseconds of CPU time to say what one layer copies, with views of pages and with a plan."""
         pages = [(indices[::PAGE_SIZE] // PAGE_SIZE).tolist() for indices in (op.host_indices, op.device_indices)]
         planes = list(zip(pair.host.planes, pair.device.planes, strict=True))
         backend = PooledBackend([pair])
         with EmulatedDevice() as device, TransferScheduler(backend, runtime=device) as scheduler:
 
-            def loop() -> float:
+            def loop() -> dict[str, float]:
                 start = time.thread_time()
                 for layer in range(self.layers):
                     for host, on_device in planes:
                         _views(host, layout, layer, pages[0])
                         _views(on_device, "layer_first", layer, pages[1])
-                return (time.thread_time() - start) / self.layers * 1e6
+                return {"us": (time.thread_time() - start) / self.layers * 1e6}
 
-            def plan() -> float:
+            def plan() -> dict[str, float]:
                 device.hold("h2d")  # the copies are made afterwards
                 with device.stream(scheduler.h2d_stream):
                     start = time.thread_time()
@@ -184,9 +156,10 @@ class CopyBench:
                 device.resume("h2d")
                 scheduler.h2d_stream.synchronize()
                 backend.finish(prepared)
-                return taken / self.layers * 1e6
+                return {"us": taken / self.layers * 1e6}
 
-            return measure(loop, plan, rounds=self.rounds, rng=rng, on_round=on_round)
+            sides = measure({"loop over pages": loop, "plan": plan}, rounds=self.rounds, rng=rng, on_round=on_round)
+            return {name: side["us"] for name, side in sides.items()}
 
 
 def _one_copy(target: torch.Tensor, source: torch.Tensor) -> CopyBatch:

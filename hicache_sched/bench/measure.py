@@ -1,20 +1,20 @@
-"""Two sides of a ratio, measured in turns."""
+"""Sides of ratios, measured in turns."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-Side = Callable[[], float]
-"""Does something once and gives what is measured, such as seconds."""
+Side = Callable[[], Mapping[str, float]]
+"""Does something once and gives what is measured, by name."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """What one side measured, in the order of the rounds."""
+    """What was measured of one side, in the order of the rounds."""
 
     values: tuple[float, ...]
 
@@ -29,28 +29,27 @@ class Series:
         return float(low), float(high)
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """Two sides and their ratio, round by round, so that what slows a machine down for a while slows both."""
-
-    of: Series
-    to: Series
-
-    @property
-    def rounds(self) -> Series:
-        return Series(tuple(a / b for a, b in zip(self.of.values, self.to.values, strict=True)))
+def ratio(of: Series, to: Series) -> Series:
+    """Round by round, so that what slows a machine down for a while slows both."""
+    return Series(tuple(a / b for a, b in zip(of.values, to.values, strict=True)))
 
 
-def measure(of: Side, to: Side, *, rounds: int, rng: random.Random, on_round: Callable[[], None]) -> Ratio:
-    """Measure two sides in turns, in a random order within each round, after a round that does not count.
+def measure(
+    sides: Mapping[str, Side], *, rounds: int, rng: random.Random, on_round: Callable[[], None]
+) -> dict[str, dict[str, Series]]:
+    """Measure sides in turns, in a random order within each round, after a round that does not count.
 
     :param on_round: called after each round, the first one included, for progress.
+    :return: by side, by what is measured.
     """
-    taken: dict[Side, list[float]] = {of: [], to: []}
+    taken: dict[str, list[Mapping[str, float]]] = {name: [] for name in sides}
     for number in range(rounds + 1):
-        for side in rng.sample([of, to], 2):
-            value = side()
+        for name in rng.sample(list(sides), len(sides)):
+            values = sides[name]()
             if number:
-                taken[side].append(value)
+                taken[name].append(values)
         on_round()
-    return Ratio(Series(tuple(taken[of])), Series(tuple(taken[to])))
+    return {
+        name: {what: Series(tuple(values[what] for values in all_values)) for what in all_values[0]}
+        for name, all_values in taken.items()
+    }

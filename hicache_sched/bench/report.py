@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hicache_sched.bench import machine
-from hicache_sched.bench.measure import Ratio, Series
+from hicache_sched.bench.measure import Series, ratio
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,23 +17,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """One ratio.
+    """One result.
 
     Attributes:
-        what: what is compared, in words.
+        what: what is measured, in words.
         case: which of several cases it is.
-        of, to: names of the two sides.
-        unit: of what each side measures.
-        target: what the ratio should be at least, None where there is none.
+        result: the ratio of the sides, or what was measured where there are none.
+        unit: of the sides, or of the result.
+        sides: what a ratio is made of, by name.
+        target: what the result should be, such as ">= 0.9"; None where there is no target.
     """
 
     what: str
     case: str
-    of: str
-    to: str
+    result: Series
     unit: str
-    ratio: Ratio
-    target: float | None = None
+    sides: Mapping[str, Series] = field(default_factory=dict)
+    target: str | None = None
+
+    @classmethod
+    def ratio(cls, what: str, case: str, unit: str, sides: Mapping[str, Series], target: str | None = None) -> Row:
+        """The ratio of the first of two sides to the second."""
+        of, to = sides.values()
+        return cls(what, case, ratio(of, to), unit, sides, target)
 
 
 @dataclass(frozen=True)
@@ -65,9 +71,8 @@ class Report:
                     "what": row.what,
                     "case": row.case,
                     "unit": row.unit,
-                    row.of: _summary(row.ratio.of),
-                    row.to: _summary(row.ratio.to),
-                    "ratio": _summary(row.ratio.rounds) | {"target": row.target},
+                    "sides": {name: _summary(side) for name, side in row.sides.items()},
+                    "result": _summary(row.result) | {"target": row.target},
                 }
                 for row in self.rows
             ],
@@ -77,12 +82,12 @@ class Report:
         from rich.table import Table
 
         table = Table(title=f"{self.name}: medians (quartiles)", title_justify="left")
-        for heading in ("what", "case", "sides", "ratio", "target"):
-            table.add_column(heading, justify="right" if heading in ("ratio", "target") else "left")
+        for heading in ("what", "case", "sides", "result", "target"):
+            table.add_column(heading, justify="right" if heading in ("result", "target") else "left")
         for row in self.rows:
-            sides = f"{row.of} {_short(row.ratio.of)} {row.unit}\n{row.to} {_short(row.ratio.to)} {row.unit}"
-            target = "" if row.target is None else f">= {row.target:g}"
-            table.add_row(row.what, row.case, sides, _short(row.ratio.rounds), target)
+            sides = "\n".join(f"{name} {_short(side)} {row.unit}" for name, side in row.sides.items())
+            result = _short(row.result) if row.sides else f"{_short(row.result)} {row.unit}"
+            table.add_row(row.what, row.case, sides, result, row.target)
         console.print(table)
         for note in self.notes:
             console.print(f"- {note}")

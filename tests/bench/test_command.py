@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hicache_sched.bench.copy import CopyBench
+from hicache_sched.bench.workload import make_op
 from hicache_sched.pools import Layout
 
 SMALL = ["--pages", "4", "--layers", "2", "--row-bytes", "512", "--rounds", "3", "--device", "emulated"]
@@ -48,16 +49,18 @@ def test_bench_copy_prints_a_table_and_writes_every_round_with_the_machine(tmp_p
         for what in ("throughput", "planning a layer")
     ]
     for result in written["results"]:
-        assert len(result["ratio"]["rounds"]) == 3
-        low, high = result["ratio"]["quartiles"]
-        assert 0 < low <= result["ratio"]["median"] <= high
-    assert {result["ratio"]["target"] for result in written["results"]} == {None}, "the target is for 64 KiB"
+        of, to = result["sides"].values()
+        assert len(of["rounds"]) == 3
+        assert result["result"]["rounds"] == [a / b for a, b in zip(of["rounds"], to["rounds"], strict=True)]
+        low, high = result["result"]["quartiles"]
+        assert 0 < low <= result["result"]["median"] <= high
+    assert {result["result"]["target"] for result in written["results"]} == {None}, "the target is for 64 KiB"
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 def test_what_is_measured_is_a_burst_that_moves_every_byte_it_should(layout: Layout) -> None:
     bench = CopyBench("emulated", pages=4, layers=2, row_bytes=512, rounds=3, seed=0)
-    pair, op = bench._pair(layout, "emulated"), bench._op()
+    pair, op = bench._pair(layout, False), make_op(4, seed=0)
     loaded = torch.zeros(pair.device.num_tokens, dtype=torch.bool)
     loaded[op.device_indices] = True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hicache_sched.bench.measure import Ratio, Series, measure
+from hicache_sched.bench.measure import Series, measure, ratio
 
 
 def test_sides_are_measured_in_turns_in_random_order_after_a_round_that_does_not_count() -> None:
@@ -15,23 +15,25 @@ def test_sides_are_measured_in_turns_in_random_order_after_a_round_that_does_not
         nonlocal rounds
         rounds += 1
 
-    def side(name: str) -> float:
+    def side(name: str) -> dict[str, float]:
         calls.append(name)
-        return float(len(calls))
+        return {"calls": len(calls), "twice": 2 * len(calls)}
 
-    ratio = measure(lambda: side("a"), lambda: side("b"), rounds=20, rng=random.Random(1), on_round=on_round)
+    sides = {name: (lambda name=name: side(name)) for name in "abc"}
+    measured = measure(sides, rounds=20, rng=random.Random(1), on_round=on_round)
 
-    pairs = [tuple(calls[start : start + 2]) for start in range(0, 42, 2)]
-    assert {frozenset(pair) for pair in pairs} == {frozenset("ab")}
-    assert {pair[0] for pair in pairs} == {"a", "b"}
+    turns = [tuple(calls[start : start + 3]) for start in range(0, 63, 3)]
+    assert {frozenset(turn) for turn in turns} == {frozenset("abc")}
+    assert {turn[0] for turn in turns} == set("abc")
     assert rounds == 21
-    assert len(ratio.of.values) == len(ratio.to.values) == 20
-    assert min(ratio.of.values + ratio.to.values) == 3, "the first two do not count"
+    assert {len(series.values) for side in measured.values() for series in side.values()} == {20}
+    assert min(value for side in measured.values() for value in side["calls"].values) == 4, "three do not count"
+    assert measured["a"]["twice"].values == tuple(2 * value for value in measured["a"]["calls"].values)
 
 
 def test_a_ratio_is_taken_round_by_round() -> None:
-    ratio = Ratio(Series((2.0, 30.0, 4.0)), Series((1.0, 10.0, 4.0)))
+    rounds = ratio(Series((2.0, 30.0, 4.0)), Series((1.0, 10.0, 4.0)))
 
-    assert ratio.rounds.values == (2.0, 3.0, 1.0)
-    assert ratio.rounds.median == 2.0
-    assert ratio.rounds.spread == (1.5, 2.5)
+    assert rounds.values == (2.0, 3.0, 1.0)
+    assert rounds.median == 2.0
+    assert rounds.spread == (1.5, 2.5)

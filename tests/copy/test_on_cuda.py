@@ -114,5 +114,5 @@ def test_a_bursts_throughput_against_one_large_copy_can_be_measured(capsys: pyte
 
     with capsys.disabled():
         for row in report.rows:
-            print(f"\n{row.what}, {row.case}: {row.ratio.rounds.median:.3g}", end="")
-    assert all(value > 0 for row in report.rows for value in row.ratio.rounds.values)
+            print(f"\n{row.what}, {row.case}: {row.result.median:.3g}", end="")
+    assert all(value > 0 for row in report.rows for value in row.result.values)

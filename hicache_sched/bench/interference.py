@@ -1,0 +1,293 @@
+"""`bench interference`: what a busy engine scheduler and its bursts cost each other."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from hicache_sched import LoadHandle, LoadOp, SchedulerConfig, TransferScheduler
+from hicache_sched.bench.measure import Series, Side, measure
+from hicache_sched.bench.report import Report, Row
+from hicache_sched.bench.workload import make_op, make_pair
+from hicache_sched.copy import PooledBackend
+from hicache_sched.device import EmulatedDevice
+from hicache_sched.device.binding import DeviceBinding
+from hicache_sched.pools import PoolPair
+
+Work = Callable[[], object]
+"""One step of the engine scheduler, a fraction of a millisecond long."""
+
+
+class Burst(Protocol):
+    """A burst on its way, as the engine scheduler looks at it between two steps."""
+
+    def has_first_layer(self) -> bool:
+        """Whether its first layer has landed."""
+
+    def has_landed(self) -> bool:
+        """Whether all of it has."""
+
+    def wait(self, layer: int) -> None:
+        """Block until a layer has landed."""
+
+
+Way = Callable[[], Burst]
+"""Hands the same burst out once more."""
+
+
+@dataclass(frozen=True)
+class InterferenceBench:
+    """What to measure.
+
+    Attributes:
+        layers: layers of the pool.
+        pages: pages of a burst, scattered.
+        row_bytes: bytes of a page in one layer of K, and of V.
+        window: seconds for which bursts are handed out, one after the other, each time.
+        rounds: how often each combination is measured.
+        seed: of the pages and of the order of the sides.
+    """
+
+    layers: int
+    pages: int
+    row_bytes: int
+    window: float
+    rounds: int
+    seed: int
+
+    @property
+    def num_rounds(self) -> int:
+        """How often `on_round` will be called."""
+        return len(WAYS) * (self.rounds + 1)
+
+    def run(self, on_round: Callable[[], None]) -> Report:
+        """
+        :param on_round: called now and then, for progress.
+        """
+        rng = random.Random(self.seed)
+        rows: list[Row] = []
+        for name, make_way in WAYS.items():
+            pair = make_pair(self.pages, self.layers, self.row_bytes, "page_first_direct")
+            op = make_op(self.pages, self.seed)
+            with make_way(pair, op) as way:
+                rows += self._measure(name, way, rng, on_round)
+        parameters = asdict(self) | {"burst_bytes": self.pages * self.layers * self.row_bytes * 2}
+        return Report("interference", parameters, NOTES, tuple(rows))
+
+    def _measure(self, name: str, way: Way, rng: random.Random, on_round: Callable[[], None]) -> Iterator[Row]:
+        def idle() -> dict[str, float]:
+            latencies, firsts = [], []
+            until = time.perf_counter() + self.window
+            while time.perf_counter() < until:
+                start = time.perf_counter()
+                burst = way()
+                burst.wait(0)
+                firsts.append(time.perf_counter() - start)
+                burst.wait(self.layers - 1)
+                latencies.append(time.perf_counter() - start)
+            return {"latency": _median_ms(latencies), "first layer": _median_ms(firsts)}
+
+        sides: dict[str, Side] = {"idle": idle}
+        for load, work in LOADS.items():
+            sides[load] = partial(self._busy, work, way)
+            sides[f"{load}, alone"] = partial(self._alone, work)
+        measured = measure(sides, rounds=self.rounds, rng=rng, on_round=on_round)
+        quiet = measured["idle"]
+        yield Row("first layer landed after", f"{name}, idle", quiet["first layer"], "ms", target="<= 1")
+        for load in LOADS:
+            case, busy, alone = f"{name}, {load}", measured[load], measured[f"{load}, alone"]
+            latency = {load: busy["latency"], "idle": quiet["latency"]}
+            yield Row.ratio("burst latency", case, "ms", latency, "<= 1.5")
+            yield Row("first layer landed after", case, busy["first layer"], "ms", target="<= 1")
+            rate = {"with bursts": busy["rate"], "alone": alone["rate"]}
+            yield Row.ratio("the engine's own rate", case, "steps/s", rate, ">= 0.95")
+            pauses = zip(busy["pause"].values, alone["pause"].values, strict=True)
+            beyond = Series(tuple(with_bursts - own for with_bursts, own in pauses))
+            yield Row("longest pause beyond its own", case, beyond, "ms", target="<= 1")
+
+    def _busy(self, work: Work, way: Way) -> dict[str, float]:
+        """Steps of an engine scheduler that hands out the next burst when it sees that the last has landed."""
+        latencies, firsts = [], []
+        steps, longest = 0, 0.0
+        begin = last = time.perf_counter()
+        while last < begin + self.window:
+            start, sees_first = last, True
+            burst = way()
+            while True:
+                work()
+                steps += 1
+                now = time.perf_counter()
+                longest, last = max(longest, now - last), now
+                if sees_first and burst.has_first_layer():
+                    sees_first = False
+                    firsts.append(now - start)
+                if burst.has_landed():
+                    latencies.append(now - start)
+                    break
+        return {
+            "latency": _median_ms(latencies),
+            "first layer": _median_ms(firsts),
+            "rate": steps / (last - begin),
+            "pause": longest * 1e3,
+        }
+
+    def _alone(self, work: Work) -> dict[str, float]:
+        """The same steps without bursts."""
+        steps, longest = 0, 0.0
+        begin = last = time.perf_counter()
+        while last < begin + self.window:
+            work()
+            steps += 1
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+        return {"rate": steps / (last - begin), "pause": longest * 1e3}
+
+
+def _median_ms(seconds: list[float]) -> float:
+    return float(np.median(seconds)) * 1e3
+
+
+# -- what the engine scheduler does ---------------------------------------------------------------------------------
+
+
+def _python_step() -> int:
+    total = 0
+    for number in range(1000):
+        total += number * number
+    return total
+
+
+_NUMBERS = torch.ones(64)
+
+
+def _mixed_step() -> torch.Tensor:
+    numbers = _NUMBERS
+    for _ in range(5):
+        numbers = numbers * 1.001 + 1
+        for _ in range(50):
+            pass
+    return numbers
+
+
+LOADS: dict[str, Work] = {"pure Python": _python_step, "Python and torch": _mixed_step}
+
+
+# -- ways to load ---------------------------------------------------------------------------------------------------
+
+
+class _HandleBurst:
+    """A burst of a `TransferScheduler`."""
+
+    def __init__(self, handle: LoadHandle) -> None:
+        self._handle = handle
+
+    def has_first_layer(self) -> bool:
+        return self._handle.layer_landed(0)
+
+    def has_landed(self) -> bool:
+        return self._handle.done()
+
+    def wait(self, layer: int) -> None:
+        self._handle.wait_layer(layer)
+
+
+@contextmanager
+def _scheduled(pair: PoolPair, op: LoadOp, mode: Any) -> Iterator[Way]:
+    with EmulatedDevice() as device:
+        scheduler = TransferScheduler(PooledBackend([pair]), runtime=device, config=SchedulerConfig(mode=mode))
+        with scheduler:
+
+            def hand_out() -> Burst:
+                scheduler.load(op)
+                handle = scheduler.start_loading_sync()
+                assert handle is not None
+                scheduler.pop_acks()
+                return _HandleBurst(handle)
+
+            yield hand_out
+
+
+class _LoaderBurst:
+    """A burst of the plain loader thread: for each layer a flag that says that its event has been recorded."""
+
+    def __init__(self, device: EmulatedDevice, num_layers: int) -> None:
+        self.start = device.Event()
+        self.start.record()
+        self.events = [device.Event(blocking=True) for _ in range(num_layers)]
+        self.flags = [threading.Event() for _ in range(num_layers)]
+
+    def has_first_layer(self) -> bool:
+        return self.flags[0].is_set() and self.events[0].query()
+
+    def has_landed(self) -> bool:
+        return self.flags[-1].is_set() and self.events[-1].query()
+
+    def wait(self, layer: int) -> None:
+        self.flags[layer].wait()
+        self.events[layer].synchronize()
+
+
+class _LoaderPoint:
+    """What a backend is bound to, without a scheduler."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self.device, self.runtime = DeviceBinding(device), device
+        self.h2d_stream, self.index_stream = device.Stream(), device.Stream()
+
+
+@contextmanager
+def _plain_loader(pair: PoolPair, op: LoadOp) -> Iterator[Way]:
+    """What an engine would write: a thread and a queue. It makes the same copies, as well planned as ours."""
+    with EmulatedDevice() as device:
+        backend, point = PooledBackend([pair]), _LoaderPoint(device)
+        backend.bind(point)
+        bursts: queue.SimpleQueue[_LoaderBurst | None] = queue.SimpleQueue()
+
+        def load() -> None:
+            while (burst := bursts.get()) is not None:
+                point.index_stream.wait_event(burst.start)
+                with device.stream(point.index_stream):
+                    prepared = backend.prepare([op])
+                with device.stream(point.h2d_stream):
+                    point.h2d_stream.wait_event(burst.start)
+                    for layer in range(pair.num_layers):
+                        backend.enqueue_layer(prepared, layer)
+                        burst.events[layer].record()
+                        burst.flags[layer].set()
+
+        def hand_out() -> Burst:
+            burst = _LoaderBurst(device, pair.num_layers)
+            bursts.put(burst)
+            return burst
+
+        thread = threading.Thread(target=load, name="plain-loader")
+        thread.start()
+        try:
+            yield hand_out
+        finally:
+            bursts.put(None)
+            thread.join()
+
+
+WAYS: dict[str, Callable[[PoolPair, LoadOp], AbstractContextManager[Way]]] = {
+    "inline": lambda pair, op: _scheduled(pair, op, "inline"),
+    "plain loader thread": _plain_loader,
+    "async, Python plane": lambda pair, op: _scheduled(pair, op, "async"),
+}
+
+NOTES = (
+    "the device is emulated: copies are made by the CPU, on a core of their own where there is one",
+    "burst latency: from hand-out to the first step of the engine scheduler that sees the burst landed",
+    "the plain loader thread is a FIFO queue, one thread and a flag per layer; it makes the same planned copies",
+    "inline: the engine scheduler submits the burst itself, which counts as a pause",
+)

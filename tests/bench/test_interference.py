@@ -1,0 +1,84 @@
+"""`bench interference`: each way loads the same bytes, and what it prints is what it measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hicache_sched.bench.interference import LOADS, WAYS, InterferenceBench
+from hicache_sched.bench.workload import make_op, make_pair
+from tests.bench.test_command import run
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_each_way_loads_every_byte_of_every_burst(name: str) -> None:
+    pair, op = make_pair(4, 3, 512, "page_first_direct"), make_op(4, seed=0)
+    with WAYS[name](pair, op) as hand_out:
+        for _ in range(5):
+            for plane in pair.device.planes:
+                plane.fill_(2)
+            burst = hand_out()
+            burst.wait(0)
+            assert burst.has_first_layer()
+            burst.wait(2)
+            while not burst.has_landed():
+                pass
+            for plane in pair.device.planes:
+                assert (plane[:, op.device_indices] == 1).all()
+                assert (plane == 2).sum() == plane.numel() // 2
+
+
+def test_every_way_is_measured_under_every_load() -> None:
+    bench = InterferenceBench(layers=2, pages=4, row_bytes=512, window=0.01, rounds=3, seed=0)
+    rounds = 0
+
+    def on_round() -> None:
+        nonlocal rounds
+        rounds += 1
+
+    report = bench.run(on_round)
+
+    assert rounds == bench.num_rounds
+    cases = [row.case for row in report.rows if row.what == "burst latency"]
+    assert cases == [f"{way}, {load}" for way in WAYS for load in LOADS]
+    for row in report.rows:
+        assert len(row.result.values) == 3
+        if row.what != "longest pause beyond its own":
+            assert min(row.result.values) > 0
+
+
+def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
+    file = tmp_path / "interference.json"
+
+    ended = run(
+        *[
+            "bench",
+            "interference",
+            "--layers",
+            "2",
+            "--pages",
+            "4",
+            "--row-bytes",
+            "512",
+            "--window",
+            "0.01",
+            "--rounds",
+            "3",
+            "--json",
+        ],
+        str(file),
+    )
+
+    assert (ended.returncode, ended.stderr) == (0, "")
+    written = json.loads(file.read_text())
+    assert written["benchmark"] == "interference"
+    assert written["parameters"]["burst_bytes"] == 4 * 2 * 512 * 2
+    targets = {result["what"]: result["result"]["target"] for result in written["results"]}
+    assert targets == {
+        "first layer landed after": "<= 1",
+        "burst latency": "<= 1.5",
+        "the engine's own rate": ">= 0.95",
+        "longest pause beyond its own": "<= 1",
+    }
