@@ -87,14 +87,16 @@ class InterferenceBench:
     def _measure(self, name: str, way: Way, rng: random.Random, on_round: Callable[[], None]) -> Iterator[Row]:
         def idle() -> dict[str, float]:
             latencies, firsts = [], []
-            until = time.perf_counter() + self.window
-            while time.perf_counter() < until:
-                start = time.perf_counter()
+            start = time.perf_counter()
+            until = start + self.window
+            while start < until:
                 burst = way()
                 burst.wait(0)
                 firsts.append(time.perf_counter() - start)
                 burst.wait(self.layers - 1)
-                latencies.append(time.perf_counter() - start)
+                now = time.perf_counter()
+                latencies.append(now - start)
+                start = now
             return {"latency": _median_ms(latencies), "first layer": _median_ms(firsts)}
 
         sides: dict[str, Side] = {"idle": idle}
@@ -128,10 +130,11 @@ class InterferenceBench:
                 steps += 1
                 now = time.perf_counter()
                 longest, last = max(longest, now - last), now
-                if sees_first and burst.has_first_layer():
+                has_landed = burst.has_landed()
+                if sees_first and (has_landed or burst.has_first_layer()):
                     sees_first = False
                     firsts.append(now - start)
-                if burst.has_landed():
+                if has_landed:
                     latencies.append(now - start)
                     break
         return {

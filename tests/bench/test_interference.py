@@ -52,24 +52,8 @@ def test_every_way_is_measured_under_every_load() -> None:
 def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
     file = tmp_path / "interference.json"
 
-    ended = run(
-        *[
-            "bench",
-            "interference",
-            "--layers",
-            "2",
-            "--pages",
-            "4",
-            "--row-bytes",
-            "512",
-            "--window",
-            "0.01",
-            "--rounds",
-            "3",
-            "--json",
-        ],
-        str(file),
-    )
+    small = ["--layers", "2", "--pages", "4", "--row-bytes", "512", "--window", "0.01", "--rounds", "3"]
+    ended = run("bench", "interference", *small, "--json", str(file))
 
     assert (ended.returncode, ended.stderr) == (0, "")
     written = json.loads(file.read_text())
