@@ -16,7 +16,7 @@ from hicache_sched.copy.merge import merge_ops
 from hicache_sched.device import EmulatedDevice
 from hicache_sched.device.binding import DeviceBinding
 from hicache_sched.device.copy_batch import CopyBatch
-from hicache_sched.device.emulated import EngineName
+from hicache_sched.device.emulated_core import EngineName
 from hicache_sched.errors import HiCacheSchedError
 from hicache_sched.pools import PoolPair
 from tests.builders import MakeScheduler

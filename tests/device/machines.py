@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from hicache_sched.device import EmulatedDevice
-from hicache_sched.device.emulated import EngineName
+from hicache_sched.device.emulated_core import EngineName
 
 # Streams that share a hardware queue wait for each other's gates; read when the context is made.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from hicache_sched.device import EmulatedDevice, EmulatedStream
-from hicache_sched.device.emulated import ENGINES, EngineName
+from hicache_sched.device.emulated_core import ENGINES, EngineName
 from tests.builders import running_functions
 from tests.device.batches import NO_COPIES, row_copies
 
@@ -67,7 +67,7 @@ def wait_until_parked(thread_ident: int) -> None:
     while time.monotonic() < deadline:
         where = running_functions(thread_ident)
         if (
-            where[:1] in (["_block_on"], ["_run_inline"])
+            where[:1] in (["block_on"], ["_run_inline"])
             or "_with_room" in where[:2]
             or (where[:1] == ["wait"] and {"step", "_perform"} & {*where})
         ):

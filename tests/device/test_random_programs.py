@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache_sched.device import EmulatedDevice
-from hicache_sched.device.emulated import ENGINES, EngineName
+from hicache_sched.device.emulated_core import ENGINES, EngineName
 
 NUM_STREAMS = 3
 NUM_EVENTS = 3

@@ -315,7 +315,7 @@ def forks(mode: str, what_the_child_does: str) -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def be_inside() -> None:
-        with scheduler._protocol._lock, handle._burst.lock, device._lock:
+        with scheduler._protocol._lock, handle._burst.lock, device._core._lock:
             inside.set()
             leave.wait(SECONDS_TO_END)
 
