@@ -62,6 +62,16 @@ examples: $(STAMP) ## run the small examples
 	@set -e; for example in $(filter-out examples/chat_reload.py,$(wildcard examples/*.py)); do \
 		echo "== $$example"; $(BIN)/python "$$example"; done
 
+NATIVE_TEST := tests/native/test_core.cpp hicache_sched/native/core.cpp hicache_sched/native/copy.cpp
+
+.PHONY: sanitize
+sanitize: ## the native part without Python, under AddressSanitizer, UBSan and ThreadSanitizer
+	mkdir -p build
+	set -e; for kind in address,undefined thread; do \
+		$(CXX) -std=c++17 -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=$$kind -fno-sanitize-recover=all \
+			$(NATIVE_TEST) -o build/test_core; \
+		echo "== $$kind"; build/test_core; done
+
 .PHONY: wheel
 wheel: $(STAMP) ## build sdist and, from that, wheel into dist/ and import it in a clean environment
 	rm -rf build dist
@@ -107,7 +117,7 @@ test-gpu: ## the device tests on torch.cuda, with the machine's own torch
 		-W error::pytest.PytestUnraisableExceptionWarning $(ARGS) tests
 
 .PHONY: check
-check: lint types examples wheel pure ## everything that .ci/run runs
+check: lint types examples sanitize wheel pure ## everything that .ci/run runs
 	$(MAKE) demo ARGS=--quick
 	$(MAKE) cov
 

@@ -16,9 +16,12 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from hicache_sched import native
 from hicache_sched.device.at_exit import stop_at_exit
 from hicache_sched.device.copy_batch import CopyBatch
-from hicache_sched.device.emulated_core import EmulatedCore, EngineName, Record
+from hicache_sched.device.emulated_core import EmulatedCore, EngineName
+from hicache_sched.device.native_core import NativeCore
+from hicache_sched.device.python_core import PythonCore
 
 DeviceCall = tuple[str, Any, "EmulatedStream", str]
 """One recorded call: its name, the object it was made on, the stream concerned, the calling thread's name."""
@@ -34,7 +37,7 @@ class EmulatedEvent:
     def __init__(self, device: EmulatedDevice, enable_timing: bool) -> None:
         self._device = device
         self._enable_timing = enable_timing
-        self._record: Record | None = None
+        self._record: Any = None
 
     def record(self, stream: EmulatedStream | None = None) -> None:
         """Record on `stream`, or on the calling thread's current stream."""
@@ -59,13 +62,14 @@ class EmulatedEvent:
 
         :raises RuntimeError: an event has no timing, was never recorded, or has not completed.
         """
-        self._device._core.check()
-        start, end = self._record, end_event._record
+        core = self._device._core
+        core.check()
         if not (self._enable_timing and end_event._enable_timing):
             raise RuntimeError("elapsed_time needs two events made with enable_timing=True")
-        if start is None or end is None or not (start.done and end.done):
+        start, end = (event._record and core.time_of(event._record) for event in (self, end_event))
+        if start is None or end is None:
             raise RuntimeError("elapsed_time needs two events that were recorded and have completed")
-        return (end.time - start.time) * 1e3
+        return (end - start) * 1e3
 
 
 class EmulatedStream:
@@ -93,11 +97,11 @@ class EmulatedStream:
         self._device._core.wait_stream(self._core, stream._core, "wait_stream", stream, self)
 
     def query(self) -> bool:
-        return self._device._core.is_idle(self._core)
+        return self._device._core.length(self._core) == 0
 
     def synchronize(self) -> None:
         """Block the calling thread until everything submitted so far is done."""
-        self._device._core.synchronize(self._core, "synchronize", self, self)
+        self._device._core.drain(self._core, "synchronize", self, self)
 
 
 class _CurrentStream:
@@ -144,7 +148,9 @@ class EmulatedDevice:
                 raise ValueError(f"{name} must be positive bytes/s or None, not {bandwidth!r}")
         if queue_depth is not None and queue_depth < 1:
             raise ValueError(f"queue_depth must be at least 1 or None, not {queue_depth!r}")
-        self._core = EmulatedCore({"compute": None, "h2d": h2d_bandwidth, "d2h": d2h_bandwidth}, queue_depth)
+        bandwidths: dict[EngineName, float | None] = {"compute": None, "h2d": h2d_bandwidth, "d2h": d2h_bandwidth}
+        make_core: Callable[..., EmulatedCore] = PythonCore if native.module is None else NativeCore
+        self._core = make_core(bandwidths, queue_depth)
         self._local = threading.local()
         stop_at_exit(self)
         _devices.add(self)
@@ -193,7 +199,7 @@ class EmulatedDevice:
 
     def synchronize(self, device: Any = None) -> None:
         """Block the calling thread until every stream has done what it was given so far."""
-        self._core.synchronize_all()
+        self._core.drain_all()
 
     # -- work -----------------------------------------------------------------------------------------------
 
@@ -232,7 +238,7 @@ class EmulatedDevice:
 
         stream = self.current_stream()._core
         self._core.operate(stream, "d2h", move, 0.0, sum(tensor.nbytes for tensor in tensors))
-        self._core.synchronize(stream)
+        self._core.drain(stream)
         return results
 
     # -- for tests ------------------------------------------------------------------------------------------

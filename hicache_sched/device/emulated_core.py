@@ -1,21 +1,12 @@
 """What an emulated device does: streams, recordings, waits and engines, without the interface of a runtime.
 
-Streams are FIFO queues; work of different streams is concurrent; each engine (compute, h2d, d2h) does one
-operation at a time. Nothing runs on a stream of its own thread: whoever completes something moves every stream
-that was waiting for it, and a stream whose head is an operation hands it to its engine. An engine has one thread,
-parked while there is nothing for it to do.
+There are two: one in C++, and one in Python for where that is missing.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from queue import SimpleQueue
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from hicache_sched.device.copy_batch import CopyBatch
 
@@ -26,479 +17,90 @@ Work: TypeAlias = Callable[[], Any] | CopyBatch
 """What an operation does. Copies are plain arrays."""
 
 
-class Record:
-    """One recording of an event. Waits hold the recording, so a later one does not move them.
-
-    Attributes:
-        done: whether its stream has got there.
-        time: when it did, in virtual time (`time.monotonic` seconds).
-    """
-
-    __slots__ = ("blocked", "done", "gates", "time")
-
-    def __init__(self, now: float) -> None:
-        self.time = now
-        self.done = False
-        self.gates: list[threading.Lock] = []
-        self.blocked: list[CoreStream] = []
-
-
-class _Wait:
-    """A stream's wait for a recording."""
-
-    __slots__ = ("parked", "record")
-
-    def __init__(self, record: Record) -> None:
-        self.record = record
-        self.parked = False
-
-
-class _Operation:
-    """Work for an engine. One with a `gate` runs on the thread that submitted it, once the gate opens."""
-
-    __slots__ = ("duration", "engine", "gate", "handed_over", "ready_time", "stream", "work")
-
-    def __init__(self, stream: CoreStream, engine: _Engine, work: Work, duration: float, now: float) -> None:
-        self.stream = stream
-        self.engine = engine
-        self.work = work
-        self.duration = duration
-        self.ready_time = now
-        self.handed_over = False
-        self.gate: threading.Lock | None = None
-
-
-_ItemT = TypeVar("_ItemT", Record, _Wait, _Operation)
-
-
-class CoreStream:
-    """The queue behind a stream, guarded by the core's lock.
-
-    Attributes:
-        runs_inline: whether its operations are done by the thread that submits them.
-    """
-
-    __slots__ = ("__weakref__", "core", "queue", "runs_inline", "time")
-
-    def __init__(self, core: EmulatedCore, runs_inline: bool) -> None:
-        self.core = core
-        self.runs_inline = runs_inline
-        self.queue: deque[Record | _Wait | _Operation] = deque()
-        self.time = 0.0
-
-
-class _Engine:
-    """State of one engine, guarded by the core's lock, and its thread.
-
-    The thread knows its core only while it runs an operation of it, so that a device which nobody refers to any
-    more is collected and its threads end.
-    """
-
-    def __init__(self, name: EngineName, bandwidth: float | None, lock: threading.Lock) -> None:
-        self.name = name
-        self.bandwidth = bandwidth
-        self.changed = threading.Condition(lock)
-        self.hints: SimpleQueue[None] = SimpleQueue()
-        self.stopped = False
-        self.thread = threading.Thread(target=self._run, name=f"emulated-device-{name}", daemon=True)
-        self.ready: deque[_Operation] = deque()
-        self.running: _Operation | None = None
-        self.free_time = 0.0
-        self.held = False
-        self.allowed = 0
-        self.started = 0
-        self.completed = 0
-        self.failures: deque[BaseException] = deque()
-
-    @property
-    def may_start(self) -> bool:
-        return self.running is None and bool(self.ready) and (not self.held or self.started < self.allowed)
-
-    def stop(self) -> None:
-        """End the thread. Takes no lock: it may be called by the garbage collector, in the middle of anything."""
-        self.stopped = True
-        self.hints.put(None)
-
-    def _run(self) -> None:
-        while True:
-            self.hints.get()
-            if self.stopped:
-                return
-            # Looked at without the lock: an operation that is handed to this thread stays until it is completed.
-            operation = self.running
-            if operation is not None and operation.gate is None:
-                operation.stream.core._run_on_engine(operation)
-            del operation  # a parked thread keeps nothing alive
-
-
-def _closed_gate() -> threading.Lock:
-    gate = threading.Lock()
-    gate.acquire()
-    return gate
-
-
-def _open(gate: threading.Lock) -> None:
-    if gate.locked():
-        gate.release()
-
-
-class EmulatedCore:
+class EmulatedCore(Protocol):
     """The streams and engines of an emulated device, with threads of its own.
 
-    Every method may be called on any thread and takes the core's lock itself. What makes a call of the runtime's also
-    takes what to list it as: its name, the object it was made on, the stream concerned.
+    Streams are FIFO queues; work of different streams is concurrent; each engine (compute, h2d, d2h) does one operation
+    at a time. A recording marks a place in a stream; waits hold the recording, so a later one does not move them.
 
-    :param bandwidths: bytes/s of each engine, None for as fast as memory.
-    :param queue_depth: see `EmulatedDevice`.
+    Every method may be called on any thread. What makes a call of the runtime's also takes what to list it as: its
+    name, the object it was made on, the stream concerned. Once the core was stopped, every method but `time_of` and
+    those under "control" raises what it was stopped with, where a thread was blocked in it, too.
     """
-
-    def __init__(self, bandwidths: dict[EngineName, float | None], queue_depth: int | None) -> None:
-        self._lock = threading.Lock()
-        self._driver_lock = threading.Lock()
-        self._room = threading.Condition(self._lock)
-        self._queue_depth = queue_depth
-        self._engines = {name: _Engine(name, bandwidths[name], self._lock) for name in ENGINES}
-        self._streams: weakref.WeakSet[CoreStream] = weakref.WeakSet()
-        self._gates: set[threading.Lock] = set()
-        self._error: BaseException | None = None
-        self._calls: list[Any] | None = None
-        for engine in self._engines.values():
-            engine.thread.start()
-            weakref.finalize(self, engine.stop).atexit = False  # its device does that in its order
 
     def check(self) -> None:
         """
-        :raises BaseException: what the device was lost with.
+        :raises BaseException: what the core was stopped with.
         """
-        if self._error is not None:
-            raise self._error.with_traceback(None)
 
     def list_calls(self) -> list[Any]:
         """From now on, list the calls that are made, each with the calling thread's name behind it."""
-        with self._lock:
-            self._calls = []
-            return self._calls
 
     def list_call(self, *call: object) -> None:
         """List a call that changes nothing here, if calls are listed."""
-        if self._calls is not None:
-            with self._lock:
-                self._list(call)
 
-    def new_stream(self, *, runs_inline: bool) -> CoreStream:
-        with self._lock:
-            self.check()
-            stream = CoreStream(self, runs_inline)
-            self._streams.add(stream)
-            return stream
+    def new_stream(self, *, runs_inline: bool) -> Any:
+        """
+        :param runs_inline: whether its operations are done by the thread that submits them.
+        """
 
     # -- work -------------------------------------------------------------------------------------------------
 
-    def record(self, stream: CoreStream, *call: object) -> Record:
+    def record(self, stream: Any, *call: object) -> Any:
         """Put a recording on a stream."""
-        with self._admission(stream):
-            self.check()
-            self._list(call)
-            return self._submit(stream, Record(time.monotonic()))
 
-    def wait(self, stream: CoreStream, record: Record | None, *call: object) -> None:
-        """Make a stream wait for a recording; where it runs inline, the calling thread."""
-        with self._admission(stream):
-            self.check()
-            self._list(call)
-            if record is None or record.done:
-                return
-            self._submit(stream, _Wait(record))
-        if stream.runs_inline:
-            self.block_on(record)
+    def wait(self, stream: Any, record: Any, *call: object) -> None:
+        """Make a stream wait for a recording, if there is one; where it runs inline, the calling thread."""
 
-    def wait_stream(self, stream: CoreStream, other: CoreStream, *call: object) -> None:
+    def wait_stream(self, stream: Any, other: Any, *call: object) -> None:
         """Make a stream wait for what another has got so far; where it runs inline, the calling thread."""
-        with self._admission(stream, other):
-            self.check()
-            self._list(call)
-            record = self._submit(other, Record(time.monotonic()))
-            if record.done:
-                return
-            self._submit(stream, _Wait(record))
-        if stream.runs_inline:
-            self.block_on(record)
 
-    def operate(self, stream: CoreStream, engine: EngineName, work: Work, duration: float, nbytes: int) -> None:
+    def operate(self, stream: Any, engine: EngineName, work: Work, duration: float, nbytes: int) -> None:
         """Put an operation on a stream and, where that runs inline, do it.
 
         :param duration: seconds it takes at least.
         :param nbytes: bytes moved, paced by the engine's bandwidth on top of `duration`.
         """
-        with self._admission(stream):
-            state = self._engine(engine)
-            self.check()
-            if state.failures:
-                raise state.failures.popleft()
-            if state.bandwidth is not None:
-                duration += nbytes / state.bandwidth
-            operation = _Operation(stream, state, work, duration, time.monotonic())
-            if stream.runs_inline:
-                operation.gate = _closed_gate()
-                self._gates.add(operation.gate)
-            self._submit(stream, operation)
-        if operation.gate is not None:
-            self._run_inline(operation, operation.gate)
 
     # -- how far it has got -----------------------------------------------------------------------------------
 
-    def is_done(self, record: Record | None) -> bool:
-        with self._lock:
-            self.check()
-            return record is None or record.done
+    def is_done(self, record: Any) -> bool:
+        """Whether a recording has been reached; True for None."""
 
-    def is_idle(self, stream: CoreStream) -> bool:
-        with self._lock:
-            self.check()
-            return not stream.queue
+    def time_of(self, record: Any) -> float | None:
+        """When a recording was reached, in virtual time (`time.monotonic` seconds); None if it was not."""
 
-    def synchronize(self, what: CoreStream | Record | None, *call: object) -> None:
-        """Block the calling thread until a stream has done what it was given so far, or has got to a recording."""
-        with self._lock:
-            self.check()
-            self._list(call)
-            record = self._submit(what, Record(time.monotonic())) if isinstance(what, CoreStream) else what
-        if record is not None:
-            self.block_on(record)
+    def length(self, stream: Any) -> int:
+        """What a stream still has to do: operations, recordings and waits."""
 
-    def synchronize_all(self) -> None:
+    def synchronize(self, record: Any, *call: object) -> None:
+        """Block the calling thread until a recording, if there is one, has been reached."""
+
+    def drain(self, stream: Any, *call: object) -> None:
+        """Block the calling thread until a stream has done what it was given so far."""
+
+    def drain_all(self) -> None:
         """The same for every stream."""
-        with self._lock:
-            self.check()
-            records = [self._submit(stream, Record(time.monotonic())) for stream in list(self._streams)]
-        for record in records:
-            self.block_on(record)
 
-    def block_on(self, record: Record) -> None:
-        """Block the calling thread until `record` is done or the device is lost."""
-        with self._lock:
-            self.check()
-            if record.done:
-                return
-            gate = _closed_gate()
-            record.gates.append(gate)
-            self._gates.add(gate)
-        try:
-            gate.acquire()
-        finally:
-            with self._lock:
-                self._gates.discard(gate)
-        with self._lock:
-            if not record.done:
-                self.check()
-
-    # -- control --------------------------------------------------------------------------------------------
+    # -- control ----------------------------------------------------------------------------------------------
 
     def hold(self, engine: EngineName) -> None:
         """Let no further operation of `engine` start; one that is running finishes."""
-        with self._lock:
-            state = self._engine(engine)
-            if not state.held:
-                state.held = True
-                state.allowed = state.started
 
     def step(self, engine: EngineName, n: int = 1) -> None:
-        """Let the next `n` operations of a held engine through and return when they are done.
-
-        Operations that are not queued yet are waited for. Events and waits are not operations.
-        """
-        with self._lock:
-            state = self._engine(engine)
-            self.check()
-            if not state.held:
-                raise RuntimeError(f"step() needs a held engine: call hold({engine!r}) first")
-            state.free_time = max(state.free_time, time.monotonic())
-            state.allowed += n
-            target = state.allowed
-            self._dispatch(state)
-            while state.completed < target:
-                state.changed.wait()
-                self.check()
+        """Let the next `n` operations of a held engine through and return when they are done."""
 
     def resume(self, engine: EngineName) -> None:
         """Undo `hold`."""
-        with self._lock:
-            state = self._engine(engine)
-            state.held = False
-            state.free_time = max(state.free_time, time.monotonic())
-            self._dispatch(state)
 
     def fail_next(self, engine: EngineName, exc: BaseException) -> None:
         """Make the next operation for `engine` raise `exc` when it is submitted; called twice, the next two."""
-        with self._lock:
-            self._engine(engine).failures.append(exc)
 
     def stop(self, exc: BaseException) -> None:
-        """Drop what is queued, end the threads, and make every call raise `exc`, blocked ones included."""
-        with self._lock:
-            if self._error is None:
-                self._error = exc
-            for gate in self._gates:
-                _open(gate)
-            for engine in self._engines.values():
-                engine.ready.clear()
-                engine.changed.notify_all()
-                engine.stop()
-            for stream in self._streams:
-                stream.queue.clear()
-            self._room.notify_all()
+        """Drop what is queued, end the threads, and make every call raise `exc`."""
 
     def join(self, deadline: float | None) -> None:
         """Wait for the threads until `deadline` (`time.monotonic` seconds), for ever where that is None."""
-        for engine in self._engines.values():
-            if engine.thread is not threading.current_thread():
-                engine.thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def stop_in_child(self, exc: BaseException) -> None:
         """In a forked child, which has copies of the locks, in whatever state they were, and none of the threads."""
-        self._lock, self._driver_lock = threading.Lock(), threading.Lock()
-        self._room = threading.Condition(self._lock)
-        for engine in self._engines.values():
-            engine.changed = threading.Condition(self._lock)
-        self.stop(exc)
-
-    # -- inside; the lock is held where not said otherwise ----------------------------------------------------
-
-    def _engine(self, name: str) -> _Engine:
-        for engine in self._engines.values():
-            if engine.name == name:
-                return engine
-        raise ValueError(f"no engine named {name!r}; there are {', '.join(ENGINES)}")
-
-    def _admission(self, *streams: CoreStream) -> AbstractContextManager[Any]:
-        """The lock, held once there is room on `streams`. It is not held yet."""
-        return self._lock if self._queue_depth is None else self._with_room(streams, self._queue_depth)
-
-    @contextmanager
-    def _with_room(self, streams: Sequence[CoreStream], depth: int) -> Iterator[None]:
-        with self._driver_lock, self._lock:
-            while self._error is None and any(len(stream.queue) >= depth for stream in streams):
-                self._room.wait()
-            yield
-
-    def _list(self, call: tuple[object, ...]) -> None:
-        if self._calls is not None and call:
-            self._calls.append((*call, threading.current_thread().name))
-
-    def _run_inline(self, operation: _Operation, gate: threading.Lock) -> None:
-        """Wait for the engine, then run the operation on the calling thread. The lock is not held."""
-        finished = 0.0
-        try:
-            gate.acquire()
-            with self._lock:
-                self.check()
-            finished = self._perform(operation)
-        finally:
-            with self._lock:
-                self._gates.discard(gate)
-                if operation.engine.running is operation:
-                    self._complete(operation, finished or time.monotonic())
-                else:  # interrupted before its turn: the engine's thread makes nothing of it when that comes
-                    operation.work, operation.duration, operation.gate = _nothing, 0.0, None
-        with self._lock:
-            self.check()  # lost in the middle of it
-
-    def _perform(self, operation: _Operation) -> float:
-        """Do the work and let its duration pass; return its virtual completion time. The lock is not held.
-
-        The next operation starts, virtually, when this one virtually ended, so what a sleep overshoots is made
-        up for by the next and pacing does not drift.
-        """
-        engine = operation.engine
-        start = max(operation.ready_time, engine.free_time)
-        work = operation.work
-        if isinstance(work, CopyBatch):
-            work.execute()
-        else:
-            work()
-        finished = max(start + operation.duration, time.monotonic())
-        with self._lock:
-            while self._error is None and (remaining := finished - time.monotonic()) > 0:
-                engine.changed.wait(remaining)
-        return finished
-
-    def _run_on_engine(self, operation: _Operation) -> None:
-        """Do an operation on its engine's thread. The lock is not held."""
-        try:
-            finished = self._perform(operation)
-        except BaseException as exc:
-            self.stop(exc)
-            return
-        with self._lock:
-            self._complete(operation, finished)
-
-    def _submit(self, stream: CoreStream, item: _ItemT) -> _ItemT:
-        if isinstance(item, Record) and not stream.queue:  # nothing to wait for, and nobody waits for it yet
-            item.time = stream.time = max(item.time, stream.time)
-            item.done = True
-            return item
-        stream.queue.append(item)
-        if len(stream.queue) == 1:
-            self._advance(stream)
-        return item
-
-    def _advance(self, stream: CoreStream) -> None:
-        """Take from the stream's head what can be taken, and from every stream that this unblocks."""
-        pending = [stream]
-        while pending:
-            stream = pending.pop()
-            queue = stream.queue
-            while queue:
-                item = queue[0]
-                if isinstance(item, Record):
-                    item.time = stream.time = max(item.time, stream.time)
-                    item.done = True
-                    for gate in item.gates:
-                        _open(gate)
-                    pending.extend(item.blocked)
-                    item.blocked.clear()
-                elif isinstance(item, _Wait):
-                    if not item.record.done:
-                        if not item.parked:
-                            item.parked = True
-                            item.record.blocked.append(stream)
-                        break
-                    stream.time = max(stream.time, item.record.time)
-                else:
-                    if not item.handed_over:
-                        item.handed_over = True
-                        item.ready_time = max(item.ready_time, stream.time)
-                        item.engine.ready.append(item)
-                        self._dispatch(item.engine)
-                    break
-                queue.popleft()
-                if self._queue_depth is not None:
-                    self._room.notify_all()
-
-    def _dispatch(self, engine: _Engine) -> None:
-        if not engine.may_start:
-            return
-        operation = engine.running = engine.ready.popleft()
-        engine.started += 1
-        if operation.gate is not None:
-            _open(operation.gate)
-        else:
-            engine.hints.put(None)
-
-    def _complete(self, operation: _Operation, finished: float) -> None:
-        engine, stream = operation.engine, operation.stream
-        engine.running = None
-        engine.free_time = finished
-        engine.completed += 1
-        stream.time = finished
-        if self._error is None:
-            stream.queue.popleft()
-            if self._queue_depth is not None:
-                self._room.notify_all()
-            self._advance(stream)
-            self._dispatch(engine)
-        engine.changed.notify_all()
-
-
-def _nothing() -> None:
-    return None

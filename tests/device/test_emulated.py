@@ -11,12 +11,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+from hicache_sched import native
 from hicache_sched.device import EmulatedDevice, EmulatedStream
 from hicache_sched.device.emulated_core import ENGINES, EngineName
 from tests.builders import running_functions
@@ -64,16 +66,25 @@ class Blocked:
 def wait_until_parked(thread_ident: int) -> None:
     """Return once that thread sleeps in one of the device's blocking calls."""
     deadline = time.monotonic() + WAIT
+    (thread,) = (thread for thread in threading.enumerate() if thread.ident == thread_ident)
     while time.monotonic() < deadline:
         where = running_functions(thread_ident)
-        if (
+        in_python = (
             where[:1] in (["block_on"], ["_run_inline"])
             or "_with_room" in where[:2]
             or (where[:1] == ["wait"] and {"step", "_perform"} & {*where})
-        ):
+        )
+        in_native = {"block_on", "_run_inline", "step", "record", "wait", "operate", "_listed"} & {*where[:1]}
+        if in_python if native.module is None else in_native and sleeps(thread):
             return
         time.sleep(0.001)
     raise AssertionError("the thread does not sleep in the device")
+
+
+def sleeps(thread: threading.Thread) -> bool:
+    """Whether the system says so."""
+    stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0] == "S"
 
 
 @pytest.fixture

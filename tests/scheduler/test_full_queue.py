@@ -54,7 +54,7 @@ def test_without_the_bound_it_does(device: EmulatedDevice, make_scheduler: MakeS
     scheduler = make_scheduler(LaunchingBackend(device, NUM_LAYERS), h2d_queue_ops=100 * DEPTH)
     device.hold("h2d")
     handle = hand_out(scheduler, 1)
-    while len(scheduler.h2d_stream._core.queue) < DEPTH:
+    while device._core.length(scheduler.h2d_stream._core) < DEPTH:
         pass
     stepped = threading.Event()
 

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -315,7 +316,7 @@ def forks(mode: str, what_the_child_does: str) -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def be_inside() -> None:
-        with scheduler._protocol._lock, handle._burst.lock, device._core._lock:
+        with scheduler._protocol._lock, handle._burst.lock, getattr(device._core, "_lock", nullcontext()):
             inside.set()
             leave.wait(SECONDS_TO_END)
 

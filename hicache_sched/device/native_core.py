@@ -1,0 +1,232 @@
+"""`EmulatedCore` with its streams and engines in C++: copies, and what waits for them, do not need the GIL."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from typing import Any
+
+from hicache_sched import native
+from hicache_sched.device.copy_batch import CopyBatch
+from hicache_sched.device.emulated_core import ENGINES, EngineName, Work
+
+
+class NativeStream:
+    """The queue behind a stream.
+
+    Attributes:
+        core: the core that it belongs to, kept alive.
+        handle: the native stream.
+        runs_inline: whether its operations are done by the thread that submits them.
+    """
+
+    __slots__ = ("__weakref__", "core", "handle", "runs_inline")
+
+    def __init__(self, core: NativeCore, handle: Any, runs_inline: bool) -> None:
+        self.core = core
+        self.handle = handle
+        self.runs_inline = runs_inline
+
+
+class NativeCore:
+    """See `EmulatedCore`, whose interface this has. Recordings are opaque.
+
+    An engine has two threads: a native one for copies, and one of Python for what is a Python function.
+    """
+
+    def __init__(self, bandwidths: dict[EngineName, float | None], queue_depth: int | None) -> None:
+        speeds = tuple(bandwidths[name] or 0.0 for name in ENGINES)
+        self._native = native.module.Core(speeds, queue_depth or 0)
+        self._error: BaseException | None = None
+        self._failures: dict[EngineName, deque[BaseException]] = {name: deque() for name in ENGINES}
+        self._calls: list[Any] | None = None
+        self._list_lock = threading.Lock()
+        calls = self._native.calls()
+        self._threads = [
+            threading.Thread(
+                target=_make_calls, args=(calls, number, weakref.ref(self)), name=f"emulated-device-{name}", daemon=True
+            )
+            for number, name in enumerate(ENGINES)
+        ]
+        for thread in self._threads:
+            thread.start()
+        # Native threads would be joined by the garbage collector; this ends them before.
+        weakref.finalize(self, self._native.stop).atexit = False
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+
+    def list_calls(self) -> list[Any]:
+        with self._list_lock:
+            self._calls = []
+            return self._calls
+
+    def list_call(self, *call: object) -> None:
+        if self._calls is not None:
+            with self._list_lock:
+                self._list(call)
+
+    def new_stream(self, *, runs_inline: bool) -> NativeStream:
+        self.check()
+        return NativeStream(self, self._native.new_stream(runs_inline), runs_inline)
+
+    # -- work -------------------------------------------------------------------------------------------------
+
+    def record(self, stream: NativeStream, *call: object) -> Any:
+        self.check()
+        return self._there(self._listed(call, self._native.record, stream.handle))
+
+    def wait(self, stream: NativeStream, record: Any, *call: object) -> None:
+        self.check()
+        if record is None or self._native.is_done(record):
+            self._listed(call, _nothing)
+            return
+        self._there(self._listed(call, self._native.wait, stream.handle, record))
+        if stream.runs_inline:
+            self.block_on(record)
+
+    def wait_stream(self, stream: NativeStream, other: NativeStream, *call: object) -> None:
+        self.wait(stream, self.record(other, *call))
+
+    def operate(self, stream: NativeStream, engine: EngineName, work: Work, duration: float, nbytes: int) -> None:
+        number = _number(engine)
+        self.check()
+        failures = self._failures[engine]
+        if failures:
+            raise failures.popleft()
+        is_call = not isinstance(work, CopyBatch)
+        operation = self._there(self._native.submit(stream.handle, number, work, is_call, duration, nbytes))
+        if stream.runs_inline:
+            self._run_inline(operation, work)
+
+    # -- how far it has got -----------------------------------------------------------------------------------
+
+    def is_done(self, record: Any) -> bool:
+        self.check()
+        return record is None or self._native.is_done(record)
+
+    def time_of(self, record: Any) -> float | None:
+        time_of: float | None = self._native.time_of(record)
+        return time_of
+
+    def length(self, stream: NativeStream) -> int:
+        self.check()
+        length: int = self._native.length(stream.handle)
+        return length
+
+    def synchronize(self, record: Any, *call: object) -> None:
+        self.check()
+        self._listed(call, _nothing)
+        if record is not None:
+            self.block_on(record)
+
+    def drain(self, stream: NativeStream, *call: object) -> None:
+        self.check()
+        self.block_on(self._there(self._listed(call, self._native.record_at_once, stream.handle)))
+
+    def drain_all(self) -> None:
+        self.check()
+        for record in self._native.record_all():
+            self.block_on(record)
+
+    def block_on(self, record: Any) -> None:
+        """Block the calling thread until `record` is done or the device is lost."""
+        self.check()
+        self._there(self._native.block_on(record))
+
+    # -- control ----------------------------------------------------------------------------------------------
+
+    def hold(self, engine: EngineName) -> None:
+        self._native.hold(_number(engine))
+
+    def step(self, engine: EngineName, n: int = 1) -> None:
+        number = _number(engine)
+        self.check()
+        if not self._native.is_held(number):
+            raise RuntimeError(f"step() needs a held engine: call hold({engine!r}) first")
+        self._there(self._native.step(number, n))
+
+    def resume(self, engine: EngineName) -> None:
+        self._native.resume(_number(engine))
+
+    def fail_next(self, engine: EngineName, exc: BaseException) -> None:
+        _number(engine)
+        self._failures[engine].append(exc)
+
+    def stop(self, exc: BaseException) -> None:
+        if self._error is None:
+            self._error = exc
+        self._native.stop()
+
+    def join(self, deadline: float | None) -> None:
+        """Wait for the threads until `deadline` (`time.monotonic` seconds), for ever where that is None. The native
+        ones end after the copy that they are in the middle of."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        self._native.join()
+
+    def stop_in_child(self, exc: BaseException) -> None:
+        self._list_lock = threading.Lock()
+        self._native.forget_threads()
+        self.stop(exc)
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _there(self, result: Any) -> Any:
+        """What a native call gave, unless the device was lost."""
+        if not result:
+            self.check()
+        return result
+
+    def _listed(self, call: tuple[object, ...], function: Any, *args: Any) -> Any:
+        if self._calls is None or not call:
+            return function(*args)
+        with self._list_lock:  # so that calls are made in the order in which they are listed
+            self._list(call)
+            return function(*args)
+
+    def _list(self, call: tuple[object, ...]) -> None:
+        if self._calls is not None:
+            self._calls.append((*call, threading.current_thread().name))
+
+    def _run_inline(self, operation: Any, work: Work) -> None:
+        """Wait for the engine, then run the operation on the calling thread."""
+        try:
+            self._there(self._native.await_turn(operation))
+            if isinstance(work, CopyBatch):
+                work.execute()
+            else:
+                work()
+            self._native.complete(operation)
+        except BaseException:
+            self._native.abandon(operation)
+            raise
+        self.check()  # lost in the middle of it
+
+
+def _make_calls(calls: Any, number: int, core: weakref.ref[NativeCore]) -> None:
+    """On a thread of its own: do what an engine gets of Python functions."""
+    while (call := native.module.next_call(calls, number)) is not None:
+        operation, function = call
+        try:
+            function()
+        except BaseException as exc:
+            if (owner := core()) is not None:
+                owner.stop(exc)
+            del owner
+        native.module.complete_call(calls, operation)
+        del call, operation, function  # a parked thread keeps nothing alive
+
+
+def _number(engine: str) -> int:
+    if engine not in ENGINES:
+        raise ValueError(f"no engine named {engine!r}; there are {', '.join(ENGINES)}")
+    return ENGINES.index(engine)
+
+
+def _nothing() -> None:
+    return None

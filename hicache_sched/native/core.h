@@ -1,0 +1,171 @@
+// Streams, recordings and engines of an emulated device. Nothing here knows Python.
+//
+// Threads: every function of Core may be called on any thread and takes the core's lock itself, for a moment; those
+// that say so block. Each engine has one native thread, which makes copies and is parked while there are none.
+// Operations that are calls of the owner's are done by threads of the owner's, which ask for them with next_call.
+#pragma once
+
+#include <semaphore.h>
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <vector>
+
+namespace hicache {
+
+class Core;
+struct Engine;
+struct Stream;
+
+constexpr int kEngines = 3;  // compute, h2d, d2h
+
+double now();  // seconds, as Python's time.monotonic
+
+// Whoever blocks does so on one of these, not on a condition variable: a signal interrupts it.
+class Waiter {
+ public:
+  Waiter() { sem_init(&semaphore_, 0, 0); }
+  ~Waiter() { sem_destroy(&semaphore_); }
+  Waiter(const Waiter&) = delete;
+  Waiter& operator=(const Waiter&) = delete;
+  void wake() { sem_post(&semaphore_); }
+  bool sleep() { return sem_wait(&semaphore_) == 0; }  // false where a signal came first
+
+ private:
+  sem_t semaphore_;
+};
+
+// One recording of an event. Waits hold the recording, so a later one does not move them.
+struct Record {
+  double time = 0.0;
+  bool done = false;
+  std::vector<std::shared_ptr<Stream>> blocked;
+  std::vector<Waiter*> waiters;
+};
+
+struct Copies {
+  const std::int64_t* dst = nullptr;
+  const std::int64_t* src = nullptr;
+  const std::int64_t* sizes = nullptr;
+  std::size_t count = 0;
+};
+
+// Work for an engine. One that is inline is done by the thread that submitted it, in its turn.
+struct Operation {
+  std::shared_ptr<Stream> stream;
+  Engine* engine = nullptr;
+  bool is_call = false;
+  bool is_inline = false;
+  Copies copies;
+  void* payload = nullptr;  // the owner's, given back by take_garbage once the operation is over
+  double duration = 0.0;
+  double ready_time = 0.0;
+  double start_time = 0.0;   // virtual, once it is its engine's turn
+  double finish_time = 0.0;  // virtual, once its work is done
+  bool handed_over = false;
+  bool abandoned = false;
+  Waiter* turn = nullptr;
+};
+
+struct Item {
+  std::shared_ptr<Record> record;
+  std::shared_ptr<Operation> operation;
+  bool is_wait = false;
+  bool parked = false;
+};
+
+struct Stream {
+  explicit Stream(bool inline_stream) : runs_inline(inline_stream) {}
+  const bool runs_inline;
+  std::deque<Item> queue;
+  double time = 0.0;
+};
+
+struct Engine {
+  double bandwidth = 0.0;  // bytes/s, 0 for as fast as memory
+  std::deque<std::shared_ptr<Operation>> ready;
+  std::shared_ptr<Operation> running;
+  bool taken = false;  // whether the thread that does it has it
+  double free_time = 0.0;
+  bool held = false;
+  std::uint64_t allowed = 0, started = 0, completed = 0;
+  std::condition_variable for_copies, for_calls, for_pacing;
+  std::thread thread;
+};
+
+// What blocks asks this after a signal whether to go on.
+using GoOn = std::function<bool()>;
+
+// kInterrupted: a signal came and there was no going on, whatever else happened meanwhile.
+enum class Outcome { kDone, kLost, kInterrupted };
+
+class Core {
+ public:
+  // bandwidths: bytes/s of each engine; 0 for as fast as memory. queue_depth: items that a stream holds; 0 for any.
+  Core(const double bandwidths[kEngines], std::size_t queue_depth);
+  ~Core();
+
+  std::shared_ptr<Stream> new_stream(bool runs_inline);
+
+  // These put something on a stream, and block while it is full; null or false where the device is lost.
+  std::shared_ptr<Record> record(const std::shared_ptr<Stream>& stream, bool waits_for_room = true);
+  bool wait(const std::shared_ptr<Stream>& stream, const std::shared_ptr<Record>& record);
+  bool submit(const std::shared_ptr<Operation>& operation, int engine, std::size_t nbytes);
+
+  Outcome block_on(const std::shared_ptr<Record>& record, const GoOn& go_on);  // blocks
+  Outcome await_turn(const std::shared_ptr<Operation>& operation, const GoOn& go_on);  // blocks; of an inline one
+  void abandon(const std::shared_ptr<Operation>& operation);  // an inline one whose turn is not awaited any more
+
+  std::shared_ptr<Operation> next_call(int engine);          // blocks; null once stopped
+  // Blocks until the duration of an operation is over, for some seconds at most; whether it is complete.
+  bool complete(const std::shared_ptr<Operation>& operation, double seconds);
+
+  bool is_done(const std::shared_ptr<Record>& record);
+  bool is_idle(const std::shared_ptr<Stream>& stream);
+  bool is_lost();
+  std::size_t length(const std::shared_ptr<Stream>& stream);
+  std::vector<std::shared_ptr<Record>> record_all();
+
+  void hold(int engine);
+  bool is_held(int engine);
+  Outcome step(int engine, std::uint64_t n, const GoOn& go_on);  // blocks
+  void resume(int engine);
+
+  void stop();  // drops what is queued, ends the threads, wakes everybody
+  void join();  // blocks until the native threads have ended
+  void forget_threads();  // in a forked child: locks are made anew, threads forgotten
+
+  std::vector<void*> take_garbage();  // payloads of operations that are over
+
+ private:
+  void run(Engine& engine);
+  void submit_item(const std::shared_ptr<Stream>& stream, Item item);
+  void advance(std::shared_ptr<Stream> stream);
+  void dispatch(Engine& engine);
+  void finish(const std::shared_ptr<Operation>& operation);
+  void set_finish_time(Operation& operation);
+  void pace(std::unique_lock<std::mutex>& lock, Engine& engine, double until);
+  void drop(const std::shared_ptr<Operation>& operation);
+  std::unique_lock<std::mutex> lock_with_room(std::unique_lock<std::mutex>& driver, const Stream& stream);
+  void left_queue();
+
+  std::mutex mutex_;
+  std::mutex driver_mutex_;
+  const std::size_t queue_depth_;
+  Engine engines_[kEngines];
+  std::vector<std::weak_ptr<Stream>> streams_;
+  std::set<Waiter*> blocked_;   // everybody who has to be woken where the device is lost
+  std::set<Waiter*> steppers_;  // whoever waits for operations to complete
+  std::condition_variable room_;
+  std::vector<void*> garbage_;
+  bool lost_ = false;
+};
+
+}  // namespace hicache

@@ -1,0 +1,466 @@
+// `Core` for Python. Its methods are called with the GIL; those that block let go of it. Streams, recordings and
+// operations are capsules. What is lost is for the caller to say: methods then return None or False. The threads that
+// make calls know the core by a capsule of its own (`calls`), so that a Core which nobody refers to is collected.
+#include "core_type.h"
+
+#include <memory>
+#include <vector>
+
+#include "arrays.h"
+#include "core.h"
+
+namespace hicache {
+namespace {
+
+using CorePtr = std::shared_ptr<Core>;
+
+constexpr double kBetweenSignals = 0.05;  // seconds after which a paced operation of the caller's looks for Ctrl-C
+constexpr double kForEver = 1e9;
+
+struct CoreObject {
+  PyObject_HEAD
+  CorePtr* core;
+  bool may_block;  // whether putting something on a stream may block
+};
+
+// -- capsules --------------------------------------------------------------------------------------------------------
+
+template <typename T>
+struct Name;
+template <>
+struct Name<Stream> {
+  static constexpr const char* value = "hicache_sched.stream";
+};
+template <>
+struct Name<Record> {
+  static constexpr const char* value = "hicache_sched.record";
+};
+template <>
+struct Name<Core> {
+  static constexpr const char* value = "hicache_sched.calls";
+};
+template <>
+struct Name<Operation> {
+  static constexpr const char* value = "hicache_sched.operation";
+};
+
+template <typename T>
+PyObject* wrap(std::shared_ptr<T> value) {
+  if (!value) {
+    Py_RETURN_NONE;
+  }
+  auto* held = new std::shared_ptr<T>(std::move(value));
+  PyObject* capsule = PyCapsule_New(held, Name<T>::value, [](PyObject* self) {
+    delete static_cast<std::shared_ptr<T>*>(PyCapsule_GetPointer(self, Name<T>::value));
+  });
+  if (capsule == nullptr) {
+    delete held;
+  }
+  return capsule;
+}
+
+template <typename T>
+const std::shared_ptr<T>* unwrap(PyObject* capsule) {
+  return static_cast<const std::shared_ptr<T>*>(PyCapsule_GetPointer(capsule, Name<T>::value));
+}
+
+// -- the GIL ---------------------------------------------------------------------------------------------------------
+
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+  // For a wait that a signal has interrupted: whether to go on, which Python's handlers say.
+  bool go_on() {
+    PyEval_RestoreThread(state_);
+    const bool goes_on = PyErr_CheckSignals() == 0;
+    state_ = PyEval_SaveThread();
+    return goes_on;
+  }
+
+ private:
+  PyThreadState* state_;
+};
+
+template <typename Block>
+PyObject* blocking(Block block) {
+  Outcome outcome;
+  {
+    WithoutGil without;
+    outcome = block([&without] { return without.go_on(); });
+  }
+  if (outcome == Outcome::kInterrupted) {
+    return nullptr;  // with the handler's error
+  }
+  return PyBool_FromLong(outcome == Outcome::kDone);
+}
+
+void empty(Core& core) {
+  for (void* payload : core.take_garbage()) {
+    Py_DECREF(static_cast<PyObject*>(payload));
+  }
+}
+
+Core& core_of(PyObject* self) {
+  Core& core = **reinterpret_cast<CoreObject*>(self)->core;
+  empty(core);
+  return core;
+}
+
+template <typename Put>
+auto put(PyObject* self, Put do_put) {
+  if (!reinterpret_cast<CoreObject*>(self)->may_block) {
+    return do_put();
+  }
+  const WithoutGil without;
+  return do_put();
+}
+
+bool check_count(Py_ssize_t given, Py_ssize_t wanted) {
+  if (given != wanted) {
+    PyErr_Format(PyExc_TypeError, "takes %zd arguments, not %zd", wanted, given);
+  }
+  return given == wanted;
+}
+
+bool engine_number(PyObject* object, int& number) {
+  number = static_cast<int>(PyLong_AsLong(object));
+  if (number < 0 || number >= kEngines) {
+    if (!PyErr_Occurred()) {
+      PyErr_SetString(PyExc_ValueError, "no such engine");
+    }
+    return false;
+  }
+  return true;
+}
+
+// -- methods ---------------------------------------------------------------------------------------------------------
+
+PyObject* new_core(PyTypeObject* type, PyObject* args, PyObject*) {
+  double bandwidths[kEngines];
+  Py_ssize_t queue_depth = 0;
+  if (!PyArg_ParseTuple(args, "(ddd)n", &bandwidths[0], &bandwidths[1], &bandwidths[2], &queue_depth)) {
+    return nullptr;
+  }
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self != nullptr) {
+    auto* object = reinterpret_cast<CoreObject*>(self);
+    object->core = new CorePtr(std::make_shared<Core>(bandwidths, static_cast<std::size_t>(queue_depth)));
+    object->may_block = queue_depth > 0;
+  }
+  return self;
+}
+
+void dealloc(PyObject* self) {
+  auto* object = reinterpret_cast<CoreObject*>(self);
+  if (object->core != nullptr) {
+    Core& core = **object->core;
+    core.stop();
+    {
+      const WithoutGil without;
+      core.join();
+    }
+    core_of(self);
+    delete object->core;
+  }
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* new_stream(PyObject* self, PyObject* runs_inline) {
+  return wrap(core_of(self).new_stream(PyObject_IsTrue(runs_inline) == 1));
+}
+
+PyObject* record(PyObject* self, PyObject* stream) {
+  Core& core = core_of(self);
+  const auto* held = unwrap<Stream>(stream);
+  return held == nullptr ? nullptr : wrap(put(self, [&] { return core.record(*held); }));
+}
+
+PyObject* record_at_once(PyObject* self, PyObject* stream) {
+  Core& core = core_of(self);
+  const auto* held = unwrap<Stream>(stream);
+  return held == nullptr ? nullptr : wrap(core.record(*held, false));
+}
+
+PyObject* record_all(PyObject* self, PyObject*) {
+  const auto records = core_of(self).record_all();
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(records.size()));
+  for (std::size_t i = 0; list != nullptr && i < records.size(); ++i) {
+    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), wrap(records[i]));
+  }
+  return list;
+}
+
+PyObject* wait(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  Core& core = core_of(self);
+  if (!check_count(num_args, 2)) {
+    return nullptr;
+  }
+  const auto* stream = unwrap<Stream>(args[0]);
+  const auto* record = stream == nullptr ? nullptr : unwrap<Record>(args[1]);
+  return record == nullptr ? nullptr : PyBool_FromLong(put(self, [&] { return core.wait(*stream, *record); }));
+}
+
+// submit(stream, engine, work, is_call, duration, nbytes): work is called by the owner, or is (dst, src, sizes, ...).
+PyObject* submit(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  Core& core = core_of(self);
+  int engine = 0;
+  if (!check_count(num_args, 6) || !engine_number(args[1], engine)) {
+    return nullptr;
+  }
+  const auto* stream = unwrap<Stream>(args[0]);
+  const double duration = PyFloat_AsDouble(args[4]);
+  const Py_ssize_t nbytes = PyLong_AsSsize_t(args[5]);
+  if (stream == nullptr || PyErr_Occurred()) {
+    return nullptr;
+  }
+  auto operation = std::make_shared<Operation>();
+  operation->stream = *stream;
+  operation->is_call = PyObject_IsTrue(args[3]) == 1;
+  operation->is_inline = (*stream)->runs_inline;
+  operation->duration = duration;
+  if (!operation->is_call) {
+    Int64s dst, src, sizes;
+    if (!PyTuple_Check(args[2]) || PyTuple_GET_SIZE(args[2]) < 3) {
+      PyErr_SetString(PyExc_TypeError, "copies must be a tuple of arrays: dst, src, sizes");
+      return nullptr;
+    }
+    PyObject* arrays[] = {PyTuple_GET_ITEM(args[2], 0), PyTuple_GET_ITEM(args[2], 1), PyTuple_GET_ITEM(args[2], 2)};
+    if (!borrow_batch(arrays, dst, src, sizes)) {
+      return nullptr;
+    }
+    operation->copies = {dst.data(), src.data(), sizes.data(), static_cast<std::size_t>(sizes.size())};
+  }
+  operation->payload = Py_NewRef(args[2]);
+  const bool is_submitted =
+      put(self, [&] { return core.submit(operation, engine, static_cast<std::size_t>(nbytes)); });
+  if (!is_submitted) {
+    Py_DECREF(static_cast<PyObject*>(operation->payload));
+    Py_RETURN_NONE;
+  }
+  return wrap(operation);
+}
+
+PyObject* await_turn(PyObject* self, PyObject* operation) {
+  Core& core = core_of(self);
+  const auto* held = unwrap<Operation>(operation);
+  return held == nullptr ? nullptr : blocking([&](const GoOn& go_on) { return core.await_turn(*held, go_on); });
+}
+
+PyObject* abandon(PyObject* self, PyObject* operation) {
+  const auto* held = unwrap<Operation>(operation);
+  if (held == nullptr) {
+    return nullptr;
+  }
+  core_of(self).abandon(*held);
+  core_of(self);
+  Py_RETURN_NONE;
+}
+
+PyObject* complete_on(Core& core, PyObject* operation) {
+  const auto* held = unwrap<Operation>(operation);
+  if (held == nullptr) {
+    return nullptr;
+  }
+  bool is_complete = false;
+  while (!is_complete) {
+    {
+      const WithoutGil without;
+      is_complete = core.complete(*held, (*held)->is_inline ? kBetweenSignals : kForEver);
+    }
+    if (!is_complete && PyErr_CheckSignals() != 0) {
+      return nullptr;
+    }
+  }
+  empty(core);
+  Py_RETURN_NONE;
+}
+
+PyObject* complete(PyObject* self, PyObject* operation) { return complete_on(core_of(self), operation); }
+
+PyObject* complete_call(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
+  const auto* core = check_count(num_args, 2) ? unwrap<Core>(args[0]) : nullptr;
+  return core == nullptr ? nullptr : complete_on(**core, args[1]);
+}
+
+PyObject* calls(PyObject* self, PyObject*) { return wrap(*reinterpret_cast<CoreObject*>(self)->core); }
+
+PyObject* next_call(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
+  int number = 0;
+  if (!check_count(num_args, 2) || !engine_number(args[1], number)) {
+    return nullptr;
+  }
+  const auto* core = unwrap<Core>(args[0]);
+  if (core == nullptr) {
+    return nullptr;
+  }
+  std::shared_ptr<Operation> operation;
+  {
+    const WithoutGil without;
+    operation = (*core)->next_call(number);
+  }
+  if (!operation) {
+    Py_RETURN_NONE;
+  }
+  PyObject* call = static_cast<PyObject*>(operation->payload);
+  PyObject* handle = wrap(operation);
+  PyObject* pair = handle == nullptr ? nullptr : PyTuple_Pack(2, handle, call);
+  Py_XDECREF(handle);
+  return pair;
+}
+
+PyObject* is_done(PyObject* self, PyObject* record) {
+  const auto* held = unwrap<Record>(record);
+  return held == nullptr ? nullptr : PyBool_FromLong(core_of(self).is_done(*held));
+}
+
+PyObject* time_of(PyObject* self, PyObject* record) {
+  const auto* held = unwrap<Record>(record);
+  if (held == nullptr) {
+    return nullptr;
+  }
+  if (!core_of(self).is_done(*held)) {
+    Py_RETURN_NONE;
+  }
+  return PyFloat_FromDouble((*held)->time);
+}
+
+PyObject* length(PyObject* self, PyObject* stream) {
+  const auto* held = unwrap<Stream>(stream);
+  return held == nullptr ? nullptr : PyLong_FromSize_t(core_of(self).length(*held));
+}
+
+PyObject* block_on(PyObject* self, PyObject* record) {
+  Core& core = core_of(self);
+  const auto* held = unwrap<Record>(record);
+  if (held == nullptr) {
+    return nullptr;
+  }
+  PyObject* outcome = blocking([&](const GoOn& go_on) { return core.block_on(*held, go_on); });
+  core_of(self);
+  return outcome;
+}
+
+PyObject* hold(PyObject* self, PyObject* engine) {
+  int number = 0;
+  if (!engine_number(engine, number)) {
+    return nullptr;
+  }
+  core_of(self).hold(number);
+  Py_RETURN_NONE;
+}
+
+PyObject* is_held(PyObject* self, PyObject* engine) {
+  int number = 0;
+  return engine_number(engine, number) ? PyBool_FromLong(core_of(self).is_held(number)) : nullptr;
+}
+
+PyObject* step(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  int number = 0;
+  if (!check_count(num_args, 2) || !engine_number(args[0], number)) {
+    return nullptr;
+  }
+  const unsigned long long n = PyLong_AsUnsignedLongLong(args[1]);
+  if (PyErr_Occurred()) {
+    return nullptr;
+  }
+  Core& core = core_of(self);
+  PyObject* outcome = blocking([&](const GoOn& go_on) { return core.step(number, n, go_on); });
+  core_of(self);
+  return outcome;
+}
+
+PyObject* resume(PyObject* self, PyObject* engine) {
+  int number = 0;
+  if (!engine_number(engine, number)) {
+    return nullptr;
+  }
+  core_of(self).resume(number);
+  Py_RETURN_NONE;
+}
+
+PyObject* stop(PyObject* self, PyObject*) {
+  core_of(self).stop();
+  core_of(self);
+  Py_RETURN_NONE;
+}
+
+PyObject* join(PyObject* self, PyObject*) {
+  Core& core = core_of(self);
+  {
+    const WithoutGil without;
+    core.join();
+  }
+  core_of(self);
+  Py_RETURN_NONE;
+}
+
+PyObject* forget_threads(PyObject* self, PyObject*) {
+  (*reinterpret_cast<CoreObject*>(self)->core)->forget_threads();
+  Py_RETURN_NONE;
+}
+
+template <typename Function>
+PyCFunction fast(Function function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef methods[] = {
+    {"new_stream", new_stream, METH_O, nullptr},
+    {"record", record, METH_O, nullptr},
+    {"record_at_once", record_at_once, METH_O, nullptr},
+    {"record_all", record_all, METH_NOARGS, nullptr},
+    {"wait", fast(wait), METH_FASTCALL, nullptr},
+    {"submit", fast(submit), METH_FASTCALL, nullptr},
+    {"await_turn", await_turn, METH_O, nullptr},
+    {"abandon", abandon, METH_O, nullptr},
+    {"complete", complete, METH_O, nullptr},
+    {"calls", calls, METH_NOARGS, nullptr},
+    {"is_done", is_done, METH_O, nullptr},
+    {"time_of", time_of, METH_O, nullptr},
+    {"length", length, METH_O, nullptr},
+    {"block_on", block_on, METH_O, nullptr},
+    {"hold", hold, METH_O, nullptr},
+    {"is_held", is_held, METH_O, nullptr},
+    {"step", fast(step), METH_FASTCALL, nullptr},
+    {"resume", resume, METH_O, nullptr},
+    {"stop", stop, METH_NOARGS, nullptr},
+    {"join", join, METH_NOARGS, nullptr},
+    {"forget_threads", forget_threads, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyMethodDef functions[] = {
+    {"next_call", fast(next_call), METH_FASTCALL, nullptr},
+    {"complete_call", fast(complete_call), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyType_Slot slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(new_core)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
+    {Py_tp_methods, methods},
+    {0, nullptr},
+};
+
+PyType_Spec spec = {"hicache_sched._native.Core", sizeof(CoreObject), 0, Py_TPFLAGS_DEFAULT, slots};
+
+}  // namespace
+
+bool add_core_type(PyObject* module) {
+  PyObject* type = PyType_FromSpec(&spec);
+  if (type == nullptr) {
+    return false;
+  }
+  const bool is_added =
+      PyModule_AddObjectRef(module, "Core", type) == 0 && PyModule_AddFunctions(module, functions) == 0;
+  Py_DECREF(type);
+  return is_added;
+}
+
+}  // namespace hicache
