@@ -42,7 +42,8 @@ class NativeCore:
         self._error: BaseException | None = None
         self._failures: dict[EngineName, deque[BaseException]] = {name: deque() for name in ENGINES}
         self._calls: list[Any] | None = None
-        self._list_lock = threading.Lock()
+        self._list_lock = threading.RLock()  # a payload that goes may make calls, too
+        self._may_block = queue_depth is not None
         calls = self._native.calls()
         self._threads = [
             threading.Thread(
@@ -170,7 +171,7 @@ class NativeCore:
         self._native.join()
 
     def stop_in_child(self, exc: BaseException) -> None:
-        self._list_lock = threading.Lock()
+        self._list_lock = threading.RLock()
         self._native.forget_threads()
         self.stop(exc)
 
@@ -185,9 +186,11 @@ class NativeCore:
     def _listed(self, call: tuple[object, ...], function: Any, *args: Any) -> Any:
         if self._calls is None or not call:
             return function(*args)
-        with self._list_lock:  # so that calls are made in the order in which they are listed
+        with self._list_lock:
             self._list(call)
-            return function(*args)
+            if not self._may_block:  # so that calls are made in the order in which they are listed
+                return function(*args)
+        return function(*args)
 
     def _list(self, call: tuple[object, ...]) -> None:
         if self._calls is not None:

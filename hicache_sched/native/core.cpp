@@ -28,6 +28,8 @@ class SignalsBlocked {
   sigset_t before_;
 };
 
+constexpr double kLongest = 3600.0;  // seconds of one wait; a clock can count so far
+
 template <typename Object>
 void make_anew(Object& object) {
   new (&object) Object();  // what was there belongs to threads that are not in this process
@@ -43,9 +45,15 @@ double now() {
 
 Core::Core(const double bandwidths[kEngines], std::size_t queue_depth) : queue_depth_(queue_depth) {
   const SignalsBlocked inherited;
-  for (int i = 0; i < kEngines; ++i) {
-    engines_[i].bandwidth = bandwidths[i];
-    engines_[i].thread = std::thread([this, i] { run(engines_[i]); });
+  try {
+    for (int i = 0; i < kEngines; ++i) {
+      engines_[i].bandwidth = bandwidths[i];
+      engines_[i].thread = std::thread([this, i] { run(engines_[i]); });
+    }
+  } catch (...) {  // no more threads to be had
+    stop();
+    join();
+    throw;
   }
 }
 
@@ -65,41 +73,66 @@ std::shared_ptr<Stream> Core::new_stream(bool runs_inline) {
 
 // -- work --------------------------------------------------------------------------------------------------------
 
-std::unique_lock<std::mutex> Core::lock_with_room(std::unique_lock<std::mutex>& driver, const Stream& stream) {
-  if (queue_depth_ == 0) {
-    return std::unique_lock<std::mutex>(mutex_);
+// Waits until there is room on the stream and nobody else waits for room anywhere, as if a driver kept its lock
+// meanwhile; false where it was interrupted.
+bool Core::wait_for_room(std::unique_lock<std::mutex>& lock, const Stream& stream, const GoOn& go_on) {
+  const auto is_full = [&] { return stream.queue.size() >= queue_depth_; };
+  if (queue_depth_ == 0 || lost_ || (!driver_is_busy_ && !is_full())) {
+    return true;
   }
-  driver = std::unique_lock<std::mutex>(driver_mutex_);  // kept by the caller while it waits, as a driver would
-  std::unique_lock<std::mutex> lock(mutex_);
-  room_.wait(lock, [&] { return lost_ || stream.queue.size() < queue_depth_; });
-  return lock;
+  Waiter waiter;
+  blocked_.insert(&waiter);
+  submitters_.insert(&waiter);
+  bool is_mine = false, interrupted = false;
+  while (!lost_ && !interrupted) {
+    if (!driver_is_busy_) {
+      driver_is_busy_ = is_mine = true;
+    }
+    if (is_mine && !is_full()) {
+      break;
+    }
+    lock.unlock();
+    interrupted = !waiter.sleep() && !go_on();
+    lock.lock();
+  }
+  blocked_.erase(&waiter);
+  submitters_.erase(&waiter);
+  if (is_mine) {
+    driver_is_busy_ = false;
+    for (Waiter* other : submitters_) {
+      other->wake();
+    }
+  }
+  return !interrupted;
 }
 
-std::shared_ptr<Record> Core::record(const std::shared_ptr<Stream>& stream, bool waits_for_room) {
-  std::unique_lock<std::mutex> driver;
-  const auto lock = waits_for_room ? lock_with_room(driver, *stream) : std::unique_lock<std::mutex>(mutex_);
-  if (lost_) {
+std::shared_ptr<Record> Core::record(const std::shared_ptr<Stream>& stream, const GoOn& go_on) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!wait_for_room(lock, *stream, go_on) || lost_) {
     return nullptr;
   }
-  auto record = std::make_shared<Record>();
-  record->time = now();
-  submit_item(stream, Item{record, nullptr, false, false});
-  return record;
+  return put_record(stream);
 }
 
-bool Core::wait(const std::shared_ptr<Stream>& stream, const std::shared_ptr<Record>& record) {
-  std::unique_lock<std::mutex> driver;
-  const auto lock = lock_with_room(driver, *stream);
-  if (!lost_ && !record->done) {
+std::shared_ptr<Record> Core::record_at_once(const std::shared_ptr<Stream>& stream) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return lost_ ? nullptr : put_record(stream);
+}
+
+bool Core::wait(const std::shared_ptr<Stream>& stream, const std::shared_ptr<Record>& record, const GoOn& go_on) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!wait_for_room(lock, *stream, go_on) || lost_) {
+    return false;
+  }
+  if (!record->done) {
     submit_item(stream, Item{record, nullptr, true, false});
   }
-  return !lost_;
+  return true;
 }
 
-bool Core::submit(const std::shared_ptr<Operation>& operation, int engine, std::size_t nbytes) {
-  std::unique_lock<std::mutex> driver;
-  const auto lock = lock_with_room(driver, *operation->stream);
-  if (lost_) {
+bool Core::submit(const std::shared_ptr<Operation>& operation, int engine, std::ptrdiff_t nbytes, const GoOn& go_on) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!wait_for_room(lock, *operation->stream, go_on) || lost_) {
     return false;
   }
   operation->engine = &engines_[engine];
@@ -161,7 +194,7 @@ void Core::abandon(const std::shared_ptr<Operation>& operation) {
   if (operation->engine->running == operation) {
     operation->finish_time = now();
     finish(operation);
-  } else {  // its engine makes nothing of it when its turn comes
+  } else if (operation->payload != nullptr) {  // not over: its engine makes nothing of it when its turn comes
     operation->abandoned = true;
     operation->duration = 0.0;
   }
@@ -233,7 +266,7 @@ void Core::set_finish_time(Operation& operation) {
 
 void Core::pace(std::unique_lock<std::mutex>& lock, Engine& engine, double until) {
   for (double remaining = until - now(); remaining > 0 && !lost_; remaining = until - now()) {
-    engine.for_pacing.wait_for(lock, std::chrono::duration<double>(remaining));
+    engine.for_pacing.wait_for(lock, std::chrono::duration<double>(std::min(remaining, kLongest)));
   }
 }
 
@@ -261,9 +294,7 @@ std::vector<std::shared_ptr<Record>> Core::record_all() {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& weak : streams_) {
     if (const auto stream = weak.lock()) {
-      records.push_back(std::make_shared<Record>());
-      records.back()->time = now();
-      submit_item(stream, Item{records.back(), nullptr, false, false});
+      records.push_back(put_record(stream));
     }
   }
   return records;
@@ -346,10 +377,10 @@ void Core::stop() {
       stream->queue.clear();
     }
   }
-  room_.notify_all();
 }
 
 void Core::join() {
+  const std::lock_guard<std::mutex> lock(join_mutex_);
   for (Engine& engine : engines_) {
     if (engine.thread.joinable()) {
       engine.thread.join();
@@ -359,8 +390,9 @@ void Core::join() {
 
 void Core::forget_threads() {
   make_anew(mutex_);
-  make_anew(driver_mutex_);
-  make_anew(room_);
+  make_anew(join_mutex_);
+  driver_is_busy_ = false;
+  submitters_.clear();
   blocked_.clear();
   steppers_.clear();
   for (Engine& engine : engines_) {
@@ -377,6 +409,13 @@ std::vector<void*> Core::take_garbage() {
 }
 
 // -- inside; the lock is held ----------------------------------------------------------------------------------------
+
+std::shared_ptr<Record> Core::put_record(const std::shared_ptr<Stream>& stream) {
+  auto record = std::make_shared<Record>();
+  record->time = now();
+  submit_item(stream, Item{record, nullptr, false, false});
+  return record;
+}
 
 void Core::submit_item(const std::shared_ptr<Stream>& stream, Item item) {
   const bool is_record = item.record && !item.is_wait;
@@ -479,8 +518,8 @@ void Core::drop(const std::shared_ptr<Operation>& operation) {
 }
 
 void Core::left_queue() {
-  if (queue_depth_ != 0) {
-    room_.notify_all();
+  for (Waiter* waiter : submitters_) {
+    waiter->wake();
   }
 }
 

@@ -114,10 +114,12 @@ class Core {
 
   std::shared_ptr<Stream> new_stream(bool runs_inline);
 
-  // These put something on a stream, and block while it is full; null or false where the device is lost.
-  std::shared_ptr<Record> record(const std::shared_ptr<Stream>& stream, bool waits_for_room = true);
-  bool wait(const std::shared_ptr<Stream>& stream, const std::shared_ptr<Record>& record);
-  bool submit(const std::shared_ptr<Operation>& operation, int engine, std::size_t nbytes);
+  // These put something on a stream, and block while it is full; null or false where the device is lost or a signal
+  // ended the wait.
+  std::shared_ptr<Record> record(const std::shared_ptr<Stream>& stream, const GoOn& go_on);
+  bool wait(const std::shared_ptr<Stream>& stream, const std::shared_ptr<Record>& record, const GoOn& go_on);
+  bool submit(const std::shared_ptr<Operation>& operation, int engine, std::ptrdiff_t nbytes, const GoOn& go_on);
+  std::shared_ptr<Record> record_at_once(const std::shared_ptr<Stream>& stream);  // the same, room or not
 
   Outcome block_on(const std::shared_ptr<Record>& record, const GoOn& go_on);  // blocks
   Outcome await_turn(const std::shared_ptr<Operation>& operation, const GoOn& go_on);  // blocks; of an inline one
@@ -146,6 +148,7 @@ class Core {
 
  private:
   void run(Engine& engine);
+  std::shared_ptr<Record> put_record(const std::shared_ptr<Stream>& stream);
   void submit_item(const std::shared_ptr<Stream>& stream, Item item);
   void advance(std::shared_ptr<Stream> stream);
   void dispatch(Engine& engine);
@@ -153,17 +156,18 @@ class Core {
   void set_finish_time(Operation& operation);
   void pace(std::unique_lock<std::mutex>& lock, Engine& engine, double until);
   void drop(const std::shared_ptr<Operation>& operation);
-  std::unique_lock<std::mutex> lock_with_room(std::unique_lock<std::mutex>& driver, const Stream& stream);
+  bool wait_for_room(std::unique_lock<std::mutex>& lock, const Stream& stream, const GoOn& go_on);
   void left_queue();
 
   std::mutex mutex_;
-  std::mutex driver_mutex_;
+  std::mutex join_mutex_;
   const std::size_t queue_depth_;
   Engine engines_[kEngines];
   std::vector<std::weak_ptr<Stream>> streams_;
   std::set<Waiter*> blocked_;   // everybody who has to be woken where the device is lost
   std::set<Waiter*> steppers_;  // whoever waits for operations to complete
-  std::condition_variable room_;
+  std::set<Waiter*> submitters_;  // whoever waits for room
+  bool driver_is_busy_ = false;   // whether one of them waits as a driver does that keeps its lock
   std::vector<void*> garbage_;
   bool lost_ = false;
 };

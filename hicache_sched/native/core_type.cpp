@@ -3,7 +3,11 @@
 // make calls know the core by a capsule of its own (`calls`), so that a Core which nobody refers to is collected.
 #include "core_type.h"
 
+#include <unistd.h>
+
+#include <exception>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "arrays.h"
@@ -64,18 +68,70 @@ const std::shared_ptr<T>* unwrap(PyObject* capsule) {
   return static_cast<const std::shared_ptr<T>*>(PyCapsule_GetPointer(capsule, Name<T>::value));
 }
 
+// An inline operation whose owner has gone, by an exception at any place, is abandoned: its engine goes on.
+struct OwnedOperation {
+  std::shared_ptr<Operation> operation;
+  std::weak_ptr<Core> core;
+  ~OwnedOperation() {
+    const auto alive = core.lock();
+    if (alive && operation->is_inline) {
+      alive->abandon(operation);
+    }
+  }
+};
+
+PyObject* wrap_operation(std::shared_ptr<Operation> operation, const CorePtr& core) {
+  auto* owned = new OwnedOperation{std::move(operation), core};
+  PyObject* capsule = PyCapsule_New(owned, Name<Operation>::value, [](PyObject* self) {
+    delete static_cast<OwnedOperation*>(PyCapsule_GetPointer(self, Name<Operation>::value));
+  });
+  if (capsule == nullptr) {
+    delete owned;
+  }
+  return capsule;
+}
+
+template <>
+const std::shared_ptr<Operation>* unwrap<Operation>(PyObject* capsule) {
+  auto* owned = static_cast<OwnedOperation*>(PyCapsule_GetPointer(capsule, Name<Operation>::value));
+  return owned == nullptr ? nullptr : &owned->operation;
+}
+
 // -- the GIL ---------------------------------------------------------------------------------------------------------
+
+#if PY_VERSION_HEX >= 0x030d0000
+bool is_finalizing() { return Py_IsFinalizing() != 0; }
+#else
+bool is_finalizing() { return _Py_IsFinalizing() != 0; }
+#endif
+
+// Once the interpreter ends, a thread that asks for the GIL is ended in the middle of these frames, before CPython 3.14;
+// it sleeps instead, for the moment that is left.
+void take_gil(PyThreadState* state) {
+  while (is_finalizing()) {
+    pause();
+  }
+  PyEval_RestoreThread(state);
+}
 
 class WithoutGil {
  public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  // The thread that ends the interpreter keeps the GIL: it is the last that needs it.
+  WithoutGil() : state_(is_finalizing() ? nullptr : PyEval_SaveThread()) {}
+  ~WithoutGil() noexcept(false) {  // where the thread is ended all the same, by unwinding
+    if (state_ != nullptr) {
+      take_gil(state_);
+    }
+  }
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
 
   // For a wait that a signal has interrupted: whether to go on, which Python's handlers say.
   bool go_on() {
-    PyEval_RestoreThread(state_);
+    if (state_ == nullptr) {
+      return true;
+    }
+    take_gil(state_);
     const bool goes_on = PyErr_CheckSignals() == 0;
     state_ = PyEval_SaveThread();
     return goes_on;
@@ -110,13 +166,14 @@ Core& core_of(PyObject* self) {
   return core;
 }
 
+// Puts something on a stream. Where that was interrupted there is a Python error.
 template <typename Put>
 auto put(PyObject* self, Put do_put) {
   if (!reinterpret_cast<CoreObject*>(self)->may_block) {
-    return do_put();
+    return do_put([] { return true; });
   }
-  const WithoutGil without;
-  return do_put();
+  WithoutGil without;
+  return do_put([&without] { return without.go_on(); });
 }
 
 bool check_count(Py_ssize_t given, Py_ssize_t wanted) {
@@ -127,13 +184,14 @@ bool check_count(Py_ssize_t given, Py_ssize_t wanted) {
 }
 
 bool engine_number(PyObject* object, int& number) {
-  number = static_cast<int>(PyLong_AsLong(object));
-  if (number < 0 || number >= kEngines) {
+  const long value = PyLong_AsLong(object);
+  if (value < 0 || value >= kEngines) {
     if (!PyErr_Occurred()) {
       PyErr_SetString(PyExc_ValueError, "no such engine");
     }
     return false;
   }
+  number = static_cast<int>(value);
   return true;
 }
 
@@ -146,10 +204,17 @@ PyObject* new_core(PyTypeObject* type, PyObject* args, PyObject*) {
     return nullptr;
   }
   PyObject* self = type->tp_alloc(type, 0);
-  if (self != nullptr) {
-    auto* object = reinterpret_cast<CoreObject*>(self);
+  if (self == nullptr) {
+    return nullptr;
+  }
+  auto* object = reinterpret_cast<CoreObject*>(self);
+  object->may_block = queue_depth > 0;
+  try {
     object->core = new CorePtr(std::make_shared<Core>(bandwidths, static_cast<std::size_t>(queue_depth)));
-    object->may_block = queue_depth > 0;
+  } catch (const std::exception& error) {
+    Py_DECREF(self);
+    PyErr_Format(PyExc_RuntimeError, "cannot start the engines of an emulated device: %s", error.what());
+    return nullptr;
   }
   return self;
 }
@@ -172,19 +237,24 @@ void dealloc(PyObject* self) {
 }
 
 PyObject* new_stream(PyObject* self, PyObject* runs_inline) {
-  return wrap(core_of(self).new_stream(PyObject_IsTrue(runs_inline) == 1));
+  const int is_inline = PyObject_IsTrue(runs_inline);
+  return is_inline < 0 ? nullptr : wrap(core_of(self).new_stream(is_inline == 1));
 }
 
 PyObject* record(PyObject* self, PyObject* stream) {
   Core& core = core_of(self);
   const auto* held = unwrap<Stream>(stream);
-  return held == nullptr ? nullptr : wrap(put(self, [&] { return core.record(*held); }));
+  if (held == nullptr) {
+    return nullptr;
+  }
+  auto record = put(self, [&](const GoOn& go_on) { return core.record(*held, go_on); });
+  return PyErr_Occurred() ? nullptr : wrap(std::move(record));
 }
 
 PyObject* record_at_once(PyObject* self, PyObject* stream) {
   Core& core = core_of(self);
   const auto* held = unwrap<Stream>(stream);
-  return held == nullptr ? nullptr : wrap(core.record(*held, false));
+  return held == nullptr ? nullptr : wrap(core.record_at_once(*held));
 }
 
 PyObject* record_all(PyObject* self, PyObject*) {
@@ -203,7 +273,11 @@ PyObject* wait(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
   }
   const auto* stream = unwrap<Stream>(args[0]);
   const auto* record = stream == nullptr ? nullptr : unwrap<Record>(args[1]);
-  return record == nullptr ? nullptr : PyBool_FromLong(put(self, [&] { return core.wait(*stream, *record); }));
+  if (record == nullptr) {
+    return nullptr;
+  }
+  const bool waits = put(self, [&](const GoOn& go_on) { return core.wait(*stream, *record, go_on); });
+  return PyErr_Occurred() ? nullptr : PyBool_FromLong(waits);
 }
 
 // submit(stream, engine, work, is_call, duration, nbytes): work is called by the owner, or is (dst, src, sizes, ...).
@@ -238,12 +312,15 @@ PyObject* submit(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
   }
   operation->payload = Py_NewRef(args[2]);
   const bool is_submitted =
-      put(self, [&] { return core.submit(operation, engine, static_cast<std::size_t>(nbytes)); });
+      put(self, [&](const GoOn& go_on) { return core.submit(operation, engine, nbytes, go_on); });
   if (!is_submitted) {
     Py_DECREF(static_cast<PyObject*>(operation->payload));
+    if (PyErr_Occurred()) {
+      return nullptr;
+    }
     Py_RETURN_NONE;
   }
-  return wrap(operation);
+  return wrap_operation(operation, *reinterpret_cast<CoreObject*>(self)->core);
 }
 
 PyObject* await_turn(PyObject* self, PyObject* operation) {
@@ -308,7 +385,7 @@ PyObject* next_call(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
     Py_RETURN_NONE;
   }
   PyObject* call = static_cast<PyObject*>(operation->payload);
-  PyObject* handle = wrap(operation);
+  PyObject* handle = wrap_operation(operation, *core);
   PyObject* pair = handle == nullptr ? nullptr : PyTuple_Pack(2, handle, call);
   Py_XDECREF(handle);
   return pair;

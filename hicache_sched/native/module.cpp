@@ -10,12 +10,20 @@ PyObject* copy_batch(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
     PyErr_SetString(PyExc_TypeError, "copy_batch(dst, src, sizes) takes three arrays");
     return nullptr;
   }
-  hicache::Int64s dst, src, sizes;
-  if (!hicache::borrow_batch(args, dst, src, sizes)) {
-    return nullptr;
+  const std::int64_t *dst_at, *src_at, *sizes_at;
+  std::size_t count;
+  {
+    // Given back at once: the caller keeps the arrays, and a thread that the end of the interpreter catches without the
+    // GIL has nothing to clean up.
+    hicache::Int64s dst, src, sizes;
+    if (!hicache::borrow_batch(args, dst, src, sizes)) {
+      return nullptr;
+    }
+    dst_at = dst.data(), src_at = src.data(), sizes_at = sizes.data();
+    count = static_cast<std::size_t>(sizes.size());
   }
   Py_BEGIN_ALLOW_THREADS
-  hicache::copy_batch(dst.data(), src.data(), sizes.data(), static_cast<std::size_t>(sizes.size()));
+  hicache::copy_batch(dst_at, src_at, sizes_at, count);
   Py_END_ALLOW_THREADS
   Py_RETURN_NONE;
 }

@@ -1094,3 +1094,46 @@ def test_who_waits_for_room_is_told_that_the_device_is_lost() -> None:
         device.lose(RuntimeError("gone"))
         with pytest.raises(RuntimeError, match="gone"):
             blocked.finish()
+
+
+def test_ctrl_c_interrupts_a_wait_for_room_and_the_engine_stays_usable() -> None:
+    with EmulatedDevice(queue_depth=1) as device:
+        stream, other = device.Stream(), device.Stream()
+        device.hold("h2d")
+        with device.stream(stream):
+            device.launch(lambda: None, engine="h2d")
+        blocked = Blocked(lambda: device.Event().record(stream))
+        blocked.wait_until_parked()
+        with interrupted():
+            device.launch(lambda: None)  # inline, behind the thread that waits for room
+        device.resume("h2d")
+        blocked.finish()
+        done: list[int] = []
+        device.launch(lambda: done.append(1))
+        assert done == [1]
+        other.synchronize()
+
+
+def test_listed_calls_of_others_go_on_while_one_waits_for_room() -> None:
+    with EmulatedDevice(queue_depth=1) as device:
+        stream, other = device.Stream(), device.Stream()
+        calls = device.record_calls()
+        device.hold("h2d")
+        with device.stream(stream):
+            device.launch(lambda: None, engine="h2d")
+        blocked = Blocked(lambda: device.Event().record(stream))
+        blocked.wait_until_parked()
+        with device.stream(other):
+            device.Event().synchronize()
+        device.resume("h2d")
+        blocked.finish()
+        assert [call[0] for call in calls if call[2] is other] == ["enter", "synchronize", "leave"]
+
+
+def test_several_threads_may_close_a_device_at_once(device: EmulatedDevice, stream: EmulatedStream) -> None:
+    source, target = np.ones((1, 64 << 20), np.uint8), np.zeros((1, 64 << 20), np.uint8)
+    with device.stream(stream):
+        device.enqueue_copies(row_copies((target, [0], source, [0])))
+    closing = [Blocked(device.close) for _ in range(3)]
+    for each in closing:
+        each.finish()

@@ -54,11 +54,11 @@ bool put(Core& core, const std::shared_ptr<Stream>& stream, int engine, Move& mo
   operation->copies = {&move.dst, &move.src, &move.bytes, 1};
   operation->payload = &move;
   operation->duration = duration;
-  return core.submit(operation, engine, static_cast<std::size_t>(move.bytes));
+  return core.submit(operation, engine, move.bytes, always);
 }
 
 void drain(Core& core, const std::shared_ptr<Stream>& stream) {
-  CHECK(core.block_on(core.record(stream, false), always) == Outcome::kDone);
+  CHECK(core.block_on(core.record_at_once(stream), always) == Outcome::kDone);
 }
 
 void copies_of_a_stream_are_made_in_order_also_on_several_engines() {
@@ -87,8 +87,8 @@ void a_wait_orders_two_streams() {
     Move there(b.data(), a.data(), a.size()), on(c.data(), b.data(), b.size());
     core.hold(kH2d);
     CHECK(put(core, first, kH2d, there));
-    const auto record = core.record(first);
-    CHECK(core.wait(second, record));
+    const auto record = core.record(first, always);
+    CHECK(core.wait(second, record, always));
     CHECK(put(core, second, kD2h, on));
     CHECK(!core.is_done(record));
     CHECK(core.step(kH2d, 1, always) == Outcome::kDone);
@@ -107,7 +107,7 @@ void any_program_of_many_threads_comes_to_its_end(std::size_t queue_depth) {
     streams.push_back(core.new_stream(false));
   }
   std::mutex mutex;
-  std::vector<std::shared_ptr<Record>> records{core.record(streams[0])};
+  std::vector<std::shared_ptr<Record>> records{core.record(streams[0], always)};
   std::vector<std::unique_ptr<Move>> moves[kThreads];
   std::vector<char> cells(kThreads * 64, 0), ones(64, 1);
   std::atomic<bool> is_over{false};
@@ -140,7 +140,7 @@ void any_program_of_many_threads_comes_to_its_end(std::size_t queue_depth) {
       for (int step = 0; step < kSteps; ++step) {
         switch (random() % 4) {
           case 0: {
-            auto record = core.record(stream);
+            auto record = core.record(stream, always);
             const std::lock_guard<std::mutex> lock(mutex);
             records.push_back(std::move(record));
             break;
@@ -154,7 +154,7 @@ void any_program_of_many_threads_comes_to_its_end(std::size_t queue_depth) {
             if (random() % 8 == 0) {
               CHECK(core.block_on(record, always) == Outcome::kDone);
             } else {
-              CHECK(core.wait(stream, record));
+              CHECK(core.wait(stream, record, always));
             }
             break;
           }
@@ -206,7 +206,7 @@ void a_core_that_stops_wakes_everybody_and_gives_every_payload_back() {
     for (std::size_t i = 2; i < 6; ++i) {
       CHECK(put(core, full, kD2h, *moves[i]));
     }
-    const auto record = core.record(stream);
+    const auto record = core.record(stream, always);
     std::vector<std::thread> blocked;
     blocked.emplace_back([&] { CHECK(core.block_on(record, always) == Outcome::kLost); });
     blocked.emplace_back([&] { CHECK(core.step(kD2h, 100, always) != Outcome::kInterrupted); });
@@ -220,7 +220,7 @@ void a_core_that_stops_wakes_everybody_and_gives_every_payload_back() {
       thread.join();
     }
     core.join();
-    CHECK(core.record(stream) == nullptr);
+    CHECK(core.record(stream, always) == nullptr);
     collect(core);
     for (std::size_t i = 0; i < 6; ++i) {
       CHECK(moves[i]->given_back == 1);
@@ -239,7 +239,7 @@ void an_inline_operation_is_done_by_its_own_thread_in_its_turn() {
     operation->stream = own;
     operation->is_inline = true;
     operation->payload = &inline_move;
-    CHECK(core.submit(operation, kH2d, 0));
+    CHECK(core.submit(operation, kH2d, 0, always));
     if (round % 3 == 0) {
       core.abandon(operation);
     } else {
