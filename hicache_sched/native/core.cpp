@@ -284,11 +284,6 @@ std::size_t Core::length(const std::shared_ptr<Stream>& stream) {
   return stream->queue.size();
 }
 
-bool Core::is_lost() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return lost_;
-}
-
 std::vector<std::shared_ptr<Record>> Core::record_all() {
   std::vector<std::shared_ptr<Record>> records;
   const std::lock_guard<std::mutex> lock(mutex_);

@@ -131,7 +131,6 @@ class Core {
 
   bool is_done(const std::shared_ptr<Record>& record);
   bool is_idle(const std::shared_ptr<Stream>& stream);
-  bool is_lost();
   std::size_t length(const std::shared_ptr<Stream>& stream);
   std::vector<std::shared_ptr<Record>> record_all();
 
