@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -37,25 +37,25 @@ class EmulatedEvent:
     def __init__(self, device: EmulatedDevice, enable_timing: bool) -> None:
         self._device = device
         self._enable_timing = enable_timing
-        self._record: Any = None
+        self._core = device._core.new_event(self)
 
     def record(self, stream: EmulatedStream | None = None) -> None:
         """Record on `stream`, or on the calling thread's current stream."""
         stream = stream or self._device.current_stream()
-        self._record = self._device._core.record(stream._core, "record", self, stream)
+        self._device._core.record(stream._core, self._core, "record", self, stream)
 
     def wait(self, stream: EmulatedStream | None = None) -> None:
         """Order what `stream` gets from now on behind the latest record; blocks where the stream runs inline."""
         stream = stream or self._device.current_stream()
-        self._device._core.wait(stream._core, self._record, "wait", self, stream)
+        self._device._core.wait(stream._core, self._core, "wait", self, stream)
 
     def query(self) -> bool:
         """Whether the latest record has completed; True where there is none."""
-        return self._device._core.is_done(self._record)
+        return self._device._core.is_done(self._core)
 
     def synchronize(self) -> None:
         """Block the calling thread until the latest record has completed."""
-        self._device._core.synchronize(self._record, "synchronize", self, self._device.current_stream())
+        self._device._core.synchronize(self._core, "synchronize", self, self._device.current_stream())
 
     def elapsed_time(self, end_event: EmulatedEvent) -> float:
         """Milliseconds of device time from this event's record to `end_event`'s.
@@ -66,7 +66,7 @@ class EmulatedEvent:
         core.check()
         if not (self._enable_timing and end_event._enable_timing):
             raise RuntimeError("elapsed_time needs two events made with enable_timing=True")
-        start, end = (event._record and core.time_of(event._record) for event in (self, end_event))
+        start, end = (core.time_of(event._core) for event in (self, end_event))
         if start is None or end is None:
             raise RuntimeError("elapsed_time needs two events that were recorded and have completed")
         return (end - start) * 1e3
@@ -81,7 +81,7 @@ class EmulatedStream:
 
     def __init__(self, device: EmulatedDevice, runs_inline: bool) -> None:
         self._device = device
-        self._core = device._core.new_stream(runs_inline=runs_inline)
+        self._core = device._core.new_stream(self, runs_inline=runs_inline)
         self.runs_inline = runs_inline
 
     def record_event(self, event: EmulatedEvent | None = None) -> EmulatedEvent:
@@ -163,7 +163,6 @@ class EmulatedDevice:
     def Event(  # noqa: N802 - torch's name
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
     ) -> EmulatedEvent:
-        self._core.check()
         return EmulatedEvent(self, enable_timing)
 
     def stream(self, stream: EmulatedStream | None) -> _CurrentStream:
@@ -266,7 +265,7 @@ class EmulatedDevice:
         """Lose the device: what is queued is dropped and every call raises `exc`, blocked ones included."""
         self._core.stop(exc)
 
-    def record_calls(self) -> list[DeviceCall]:
+    def record_calls(self) -> MutableSequence[DeviceCall]:
         """From now on, list every stream and event call but queries, in order, and return that list."""
         return self._core.list_calls()
 

@@ -5,7 +5,7 @@ There are two: one in C++, and one in Python for where that is missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from hicache_sched.device.copy_batch import CopyBatch
@@ -21,7 +21,8 @@ class EmulatedCore(Protocol):
     """The streams and engines of an emulated device, with threads of its own.
 
     Streams are FIFO queues; work of different streams is concurrent; each engine (compute, h2d, d2h) does one operation
-    at a time. A recording marks a place in a stream; waits hold the recording, so a later one does not move them.
+    at a time. An event's recording marks a place in a stream; waits hold the recording, so a later one does not move
+    them.
 
     Every method may be called on any thread. What makes a call of the runtime's also takes what to list it as: its
     name, the object it was made on, the stream concerned. Once the core was stopped, every method but `time_of` and
@@ -33,24 +34,30 @@ class EmulatedCore(Protocol):
         :raises BaseException: what the core was stopped with.
         """
 
-    def list_calls(self) -> list[Any]:
+    def list_calls(self) -> MutableSequence[Any]:
         """From now on, list the calls that are made, each with the calling thread's name behind it."""
 
     def list_call(self, *call: object) -> None:
         """List a call that changes nothing here, if calls are listed."""
 
-    def new_stream(self, *, runs_inline: bool) -> Any:
+    def new_stream(self, owner: object, *, runs_inline: bool) -> Any:
         """
+        :param owner: what the stream is listed as in calls; not kept alive.
         :param runs_inline: whether its operations are done by the thread that submits them.
+        """
+
+    def new_event(self, owner: object) -> Any:
+        """
+        :param owner: what the event is listed as in calls; not kept alive.
         """
 
     # -- work -------------------------------------------------------------------------------------------------
 
-    def record(self, stream: Any, *call: object) -> Any:
-        """Put a recording on a stream."""
+    def record(self, stream: Any, event: Any, *call: object) -> None:
+        """Record an event on a stream."""
 
-    def wait(self, stream: Any, record: Any, *call: object) -> None:
-        """Make a stream wait for a recording, if there is one; where it runs inline, the calling thread."""
+    def wait(self, stream: Any, event: Any, *call: object) -> None:
+        """Make a stream wait for an event's recording, if there is one; where it runs inline, the calling thread."""
 
     def wait_stream(self, stream: Any, other: Any, *call: object) -> None:
         """Make a stream wait for what another has got so far; where it runs inline, the calling thread."""
@@ -64,17 +71,17 @@ class EmulatedCore(Protocol):
 
     # -- how far it has got -----------------------------------------------------------------------------------
 
-    def is_done(self, record: Any) -> bool:
-        """Whether a recording has been reached; True for None."""
+    def is_done(self, event: Any) -> bool:
+        """Whether an event's recording has been reached; True where there is none."""
 
-    def time_of(self, record: Any) -> float | None:
-        """When a recording was reached, in virtual time (`time.monotonic` seconds); None if it was not."""
+    def time_of(self, event: Any) -> float | None:
+        """When an event's recording was reached, in virtual time (`time.monotonic` seconds); None if it was not."""
 
     def length(self, stream: Any) -> int:
         """What a stream still has to do: operations, recordings and waits."""
 
-    def synchronize(self, record: Any, *call: object) -> None:
-        """Block the calling thread until a recording, if there is one, has been reached."""
+    def synchronize(self, event: Any, *call: object) -> None:
+        """Block the calling thread until an event's recording, if there is one, has been reached."""
 
     def drain(self, stream: Any, *call: object) -> None:
         """Block the calling thread until a stream has done what it was given so far."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import deque
+from collections import UserList
+from collections.abc import Callable, MutableSequence
 from typing import Any
 
 from hicache_sched import native
@@ -31,7 +32,7 @@ class NativeStream:
 
 
 class NativeCore:
-    """See `EmulatedCore`, whose interface this has. Recordings are opaque.
+    """See `EmulatedCore`, whose interface this has. Events and recordings are opaque.
 
     An engine has two threads: a native one for copies, and one of Python for what is a Python function.
     """
@@ -40,8 +41,8 @@ class NativeCore:
         speeds = tuple(bandwidths[name] or 0.0 for name in ENGINES)
         self._native = native.module.Core(speeds, queue_depth or 0)
         self._error: BaseException | None = None
-        self._failures: dict[EngineName, deque[BaseException]] = {name: deque() for name in ENGINES}
-        self._calls: list[Any] | None = None
+        self._calls: CallList | None = None
+        self._owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._list_lock = threading.RLock()  # a payload that goes may make calls, too
         self._may_block = queue_depth is not None
         calls = self._native.calls()
@@ -60,9 +61,10 @@ class NativeCore:
         if self._error is not None:
             raise self._error.with_traceback(None)
 
-    def list_calls(self) -> list[Any]:
+    def list_calls(self) -> MutableSequence[Any]:
         with self._list_lock:
-            self._calls = []
+            self._native.trace_calls()
+            self._calls = CallList(self._list_lock, self._take_traced)
             return self._calls
 
     def list_call(self, *call: object) -> None:
@@ -70,18 +72,27 @@ class NativeCore:
             with self._list_lock:
                 self._list(call)
 
-    def new_stream(self, *, runs_inline: bool) -> NativeStream:
+    def new_stream(self, owner: object, *, runs_inline: bool) -> NativeStream:
         self.check()
-        return NativeStream(self, self._native.new_stream(runs_inline), runs_inline)
+        handle = self._native.new_stream(runs_inline)
+        self._owners[native.module.id_of(handle)] = owner
+        return NativeStream(self, handle, runs_inline)
+
+    def new_event(self, owner: object) -> Any:
+        self.check()
+        event = self._native.new_event()
+        self._owners[native.module.id_of(event)] = owner
+        return event
 
     # -- work -------------------------------------------------------------------------------------------------
 
-    def record(self, stream: NativeStream, *call: object) -> Any:
+    def record(self, stream: NativeStream, event: Any, *call: object) -> None:
         self.check()
-        return self._there(self._listed(call, self._native.record, stream.handle))
+        self._there(self._listed(call, self._native.record, stream.handle, event))
 
-    def wait(self, stream: NativeStream, record: Any, *call: object) -> None:
+    def wait(self, stream: NativeStream, event: Any, *call: object) -> None:
         self.check()
+        record = self._native.latest(event)
         if record is None or self._native.is_done(record):
             self._listed(call, _nothing)
             return
@@ -90,14 +101,13 @@ class NativeCore:
             self.block_on(record)
 
     def wait_stream(self, stream: NativeStream, other: NativeStream, *call: object) -> None:
-        self.wait(stream, self.record(other, *call))
+        event = self._native.new_event()
+        self.record(other, event, *call)
+        self.wait(stream, event)
 
     def operate(self, stream: NativeStream, engine: EngineName, work: Work, duration: float, nbytes: int) -> None:
         number = _number(engine)
         self.check()
-        failures = self._failures[engine]
-        if failures:
-            raise failures.popleft()
         is_call = not isinstance(work, CopyBatch)
         operation = self._there(self._native.submit(stream.handle, number, work, is_call, duration, nbytes))
         if stream.runs_inline:
@@ -105,12 +115,14 @@ class NativeCore:
 
     # -- how far it has got -----------------------------------------------------------------------------------
 
-    def is_done(self, record: Any) -> bool:
+    def is_done(self, event: Any) -> bool:
         self.check()
+        record = self._native.latest(event)
         return record is None or self._native.is_done(record)
 
-    def time_of(self, record: Any) -> float | None:
-        time_of: float | None = self._native.time_of(record)
+    def time_of(self, event: Any) -> float | None:
+        record = self._native.latest(event)
+        time_of: float | None = None if record is None else self._native.time_of(record)
         return time_of
 
     def length(self, stream: NativeStream) -> int:
@@ -118,9 +130,10 @@ class NativeCore:
         length: int = self._native.length(stream.handle)
         return length
 
-    def synchronize(self, record: Any, *call: object) -> None:
+    def synchronize(self, event: Any, *call: object) -> None:
         self.check()
         self._listed(call, _nothing)
+        record = self._native.latest(event)
         if record is not None:
             self.block_on(record)
 
@@ -154,8 +167,7 @@ class NativeCore:
         self._native.resume(_number(engine))
 
     def fail_next(self, engine: EngineName, exc: BaseException) -> None:
-        _number(engine)
-        self._failures[engine].append(exc)
+        self._native.fail_next(_number(engine), exc)
 
     def stop(self, exc: BaseException) -> None:
         if self._error is None:
@@ -194,7 +206,14 @@ class NativeCore:
 
     def _list(self, call: tuple[object, ...]) -> None:
         if self._calls is not None:
-            self._calls.append((*call, threading.current_thread().name))
+            self._calls.append((*call, threading.current_thread().name))  # behind the traced ones, which it takes first
+
+    def _take_traced(self) -> list[Any]:
+        """Calls that were made without Python since the last time."""
+        return [
+            (name, self._owners.get(event or stream), self._owners.get(stream), thread)
+            for name, event, stream, thread in self._native.take_traced()
+        ]
 
     def _run_inline(self, operation: Any, work: Work) -> None:
         """Wait for the engine, then run the operation on the calling thread."""
@@ -209,6 +228,28 @@ class NativeCore:
             self._native.abandon(operation)
             raise
         self.check()  # lost in the middle of it
+
+
+class CallList(UserList[Any]):
+    """Calls in order; those that were made without Python are fetched when somebody looks.
+
+    :param lock: held while calls are fetched.
+    :param take_traced: gives the calls that were made without Python since the last time.
+    """
+
+    def __init__(self, lock: threading.RLock, take_traced: Callable[[], list[Any]]) -> None:
+        self._lock = lock
+        self._take_traced = take_traced
+        self._calls: list[Any] = []
+
+    @property
+    def data(self) -> list[Any]:  # type: ignore[override] # an attribute of UserList's, through which it does everything
+        with self._lock:
+            self._calls.extend(self._take_traced())
+        return self._calls
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.data[index]
 
 
 def _make_calls(calls: Any, number: int, core: weakref.ref[NativeCore]) -> None:

@@ -38,6 +38,19 @@ class Record:
         self.blocked: list[CoreStream] = []
 
 
+class CoreEvent:
+    """What is recorded again and again; guarded by the core's lock.
+
+    Attributes:
+        record: its latest recording, None before the first.
+    """
+
+    __slots__ = ("record",)
+
+    def __init__(self) -> None:
+        self.record: Record | None = None
+
+
 class _Wait:
     """A stream's wait for a recording."""
 
@@ -172,7 +185,11 @@ class PythonCore:
             with self._lock:
                 self._list(call)
 
-    def new_stream(self, *, runs_inline: bool) -> CoreStream:
+    def new_event(self, owner: object) -> CoreEvent:
+        self.check()
+        return CoreEvent()
+
+    def new_stream(self, owner: object, *, runs_inline: bool) -> CoreStream:
         with self._lock:
             self.check()
             stream = CoreStream(self, runs_inline)
@@ -181,13 +198,14 @@ class PythonCore:
 
     # -- work -------------------------------------------------------------------------------------------------
 
-    def record(self, stream: CoreStream, *call: object) -> Record:
+    def record(self, stream: CoreStream, event: CoreEvent, *call: object) -> None:
         with self._admission(stream):
             self.check()
             self._list(call)
-            return self._submit(stream, Record(time.monotonic()))
+            event.record = self._submit(stream, Record(time.monotonic()))
 
-    def wait(self, stream: CoreStream, record: Record | None, *call: object) -> None:
+    def wait(self, stream: CoreStream, event: CoreEvent, *call: object) -> None:
+        record = event.record
         with self._admission(stream):
             self.check()
             self._list(call)
@@ -226,23 +244,25 @@ class PythonCore:
 
     # -- how far it has got -----------------------------------------------------------------------------------
 
-    def is_done(self, record: Record | None) -> bool:
+    def is_done(self, event: CoreEvent) -> bool:
         with self._lock:
             self.check()
-            return record is None or record.done
+            return event.record is None or event.record.done
 
-    def time_of(self, record: Record) -> float | None:
-        return record.time if record.done else None
+    def time_of(self, event: CoreEvent) -> float | None:
+        record = event.record
+        return record.time if record is not None and record.done else None
 
     def length(self, stream: CoreStream) -> int:
         with self._lock:
             self.check()
             return len(stream.queue)
 
-    def synchronize(self, record: Record | None, *call: object) -> None:
+    def synchronize(self, event: CoreEvent, *call: object) -> None:
         with self._lock:
             self.check()
             self._list(call)
+            record = event.record
         if record is not None:
             self.block_on(record)
 

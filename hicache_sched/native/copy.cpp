@@ -54,21 +54,47 @@ void finish_past_caches() {}
 
 #endif
 
+// Calls each(first, last, dst_base, src_base) for copies that belong together.
+template <typename Each>
+void for_each_plane(const Copies& copies, Each each) {
+  if (copies.plane_ends == nullptr) {
+    each(std::size_t{0}, copies.count, std::int64_t{0}, std::int64_t{0});
+    return;
+  }
+  std::size_t first = 0;
+  for (std::size_t plane = 0; plane < copies.num_planes; ++plane) {
+    const auto last = static_cast<std::size_t>(copies.plane_ends[plane]);
+    if (copies.dst_base[plane] != 0) {
+      each(first, last, copies.dst_base[plane], copies.src_base[plane]);
+    }
+    first = last;
+  }
+}
+
 }  // namespace
 
-void copy_batch(const std::int64_t* dst, const std::int64_t* src, const std::int64_t* sizes, std::size_t count) {
-  const auto total = static_cast<std::size_t>(std::accumulate(sizes, sizes + count, std::int64_t{0}));
-  const bool past_caches = total >= kPastCaches;
-  for (std::size_t i = 0; i < count; ++i) {
-    auto* to = reinterpret_cast<char*>(dst[i]);
-    const auto* from = reinterpret_cast<const char*>(src[i]);
-    const auto size = static_cast<std::size_t>(sizes[i]);
-    if (past_caches && size < kPastCaches) {
-      copy_past_caches(to, from, size);
-    } else {
-      std::memcpy(to, from, size);
+std::int64_t bytes_of(const Copies& copies) {
+  std::int64_t total = 0;
+  for_each_plane(copies, [&](std::size_t first, std::size_t last, std::int64_t, std::int64_t) {
+    total = std::accumulate(copies.sizes + first, copies.sizes + last, total);
+  });
+  return total;
+}
+
+void copy_batch(const Copies& copies) {
+  const bool past_caches = static_cast<std::size_t>(bytes_of(copies)) >= kPastCaches;
+  for_each_plane(copies, [&](std::size_t first, std::size_t last, std::int64_t dst_base, std::int64_t src_base) {
+    for (std::size_t i = first; i < last; ++i) {
+      auto* to = reinterpret_cast<char*>(dst_base + copies.dst[i]);
+      const auto* from = reinterpret_cast<const char*>(src_base + copies.src[i]);
+      const auto size = static_cast<std::size_t>(copies.sizes[i]);
+      if (past_caches && size < kPastCaches) {
+        copy_past_caches(to, from, size);
+      } else {
+        std::memcpy(to, from, size);
+      }
     }
-  }
+  });
   if (past_caches) {
     finish_past_caches();
   }

@@ -7,6 +7,21 @@
 namespace hicache {
 
 // sizes[i] bytes from src[i] to dst[i], one copy after the other. Nothing is checked.
-void copy_batch(const std::int64_t* dst, const std::int64_t* src, const std::int64_t* sizes, std::size_t count);
+//
+// With planes, the copies of plane p are those from plane_ends[p - 1] to plane_ends[p], and its bases are added to their
+// addresses; a plane whose bases are 0 is left out.
+struct Copies {
+  const std::int64_t* dst = nullptr;
+  const std::int64_t* src = nullptr;
+  const std::int64_t* sizes = nullptr;
+  std::size_t count = 0;
+  const std::int64_t* plane_ends = nullptr;
+  const std::int64_t* dst_base = nullptr;
+  const std::int64_t* src_base = nullptr;
+  std::size_t num_planes = 0;
+};
+
+std::int64_t bytes_of(const Copies& copies);
+void copy_batch(const Copies& copies);
 
 }  // namespace hicache

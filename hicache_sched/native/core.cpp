@@ -63,12 +63,17 @@ Core::~Core() {
 }
 
 std::shared_ptr<Stream> Core::new_stream(bool runs_inline) {
-  auto stream = std::make_shared<Stream>(runs_inline);
   const std::lock_guard<std::mutex> lock(mutex_);
+  auto stream = std::make_shared<Stream>(++last_id_, runs_inline);
   streams_.erase(std::remove_if(streams_.begin(), streams_.end(), [](const auto& weak) { return weak.expired(); }),
                  streams_.end());
   streams_.push_back(stream);
   return stream;
+}
+
+std::shared_ptr<Event> Core::new_event() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::make_shared<Event>(++last_id_);
 }
 
 // -- work --------------------------------------------------------------------------------------------------------
@@ -106,12 +111,14 @@ bool Core::wait_for_room(std::unique_lock<std::mutex>& lock, const Stream& strea
   return !interrupted;
 }
 
-std::shared_ptr<Record> Core::record(const std::shared_ptr<Stream>& stream, const GoOn& go_on) {
+bool Core::record(const std::shared_ptr<Stream>& stream, Event& event, const GoOn& go_on, const char* traced_as) {
   std::unique_lock<std::mutex> lock(mutex_);
+  trace("record", &event, stream.get(), traced_as);
   if (!wait_for_room(lock, *stream, go_on) || lost_) {
-    return nullptr;
+    return false;
   }
-  return put_record(stream);
+  event.latest = put_record(stream);
+  return true;
 }
 
 std::shared_ptr<Record> Core::record_at_once(const std::shared_ptr<Stream>& stream) {
@@ -130,8 +137,26 @@ bool Core::wait(const std::shared_ptr<Stream>& stream, const std::shared_ptr<Rec
   return true;
 }
 
-bool Core::submit(const std::shared_ptr<Operation>& operation, int engine, std::ptrdiff_t nbytes, const GoOn& go_on) {
+bool Core::wait_event(const std::shared_ptr<Stream>& stream, Event& event, const GoOn& go_on, const char* traced_as) {
   std::unique_lock<std::mutex> lock(mutex_);
+  trace("wait", &event, stream.get(), traced_as);
+  const std::shared_ptr<Record> record = event.latest;  // a later one does not move the wait
+  if (lost_ || record == nullptr || record->done) {
+    return !lost_;
+  }
+  lock.unlock();
+  return wait(stream, record, go_on);
+}
+
+bool Core::submit(const std::shared_ptr<Operation>& operation, int engine, std::ptrdiff_t nbytes, const GoOn& go_on,
+                  void*& refusal) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  auto& failures = engines_[engine].failures;
+  if (!lost_ && !failures.empty()) {
+    refusal = failures.front();
+    failures.pop_front();
+    return false;
+  }
   if (!wait_for_room(lock, *operation->stream, go_on) || lost_) {
     return false;
   }
@@ -164,6 +189,17 @@ Outcome Core::block_on(const std::shared_ptr<Record>& record, const GoOn& go_on)
     }
   }
   return record->done ? Outcome::kDone : Outcome::kLost;
+}
+
+Outcome Core::synchronize(Event& event, const GoOn& go_on, const char* traced_as) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  trace("synchronize", &event, nullptr, traced_as);
+  const std::shared_ptr<Record> record = event.latest;
+  if (lost_ || record == nullptr || record->done) {
+    return lost_ ? Outcome::kLost : Outcome::kDone;
+  }
+  lock.unlock();
+  return block_on(record, go_on);
 }
 
 Outcome Core::await_turn(const std::shared_ptr<Operation>& operation, const GoOn& go_on) {
@@ -246,8 +282,7 @@ void Core::run(Engine& engine) {
     const std::shared_ptr<Operation> operation = engine.running;
     if (!operation->abandoned) {
       lock.unlock();
-      const Copies& copies = operation->copies;
-      copy_batch(copies.dst, copies.src, copies.sizes, copies.count);
+      copy_batch(operation->copies);
       lock.lock();
     }
     set_finish_time(*operation);
@@ -271,6 +306,11 @@ void Core::pace(std::unique_lock<std::mutex>& lock, Engine& engine, double until
 }
 
 // -- how far it has got ----------------------------------------------------------------------------------------------
+
+std::shared_ptr<Record> Core::latest(const Event& event) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return event.latest;
+}
 
 bool Core::is_done(const std::shared_ptr<Record>& record) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -343,6 +383,22 @@ void Core::resume(int number) {
   dispatch(engine);
 }
 
+void Core::fail_next(int number, void* payload) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  engines_[number].failures.push_back(payload);
+}
+
+void Core::trace_calls() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  traces_ = true;
+  traced_.clear();
+}
+
+std::vector<TracedCall> Core::take_traced() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(traced_, {});
+}
+
 void Core::stop() {
   const std::lock_guard<std::mutex> lock(mutex_);
   lost_ = true;
@@ -354,6 +410,8 @@ void Core::stop() {
       drop(operation);
     }
     engine.ready.clear();
+    garbage_.insert(garbage_.end(), engine.failures.begin(), engine.failures.end());
+    engine.failures.clear();
     if (engine.running && !engine.taken) {  // nobody will
       drop(engine.running);
       engine.running = nullptr;
@@ -507,6 +565,7 @@ void Core::finish(const std::shared_ptr<Operation>& operation) {
 }
 
 void Core::drop(const std::shared_ptr<Operation>& operation) {
+  operation->memory = nullptr;
   if (operation->payload != nullptr) {
     garbage_.push_back(std::exchange(operation->payload, nullptr));
   }
@@ -515,6 +574,12 @@ void Core::drop(const std::shared_ptr<Operation>& operation) {
 void Core::left_queue() {
   for (Waiter* waiter : submitters_) {
     waiter->wake();
+  }
+}
+
+void Core::trace(const char* name, const Event* event, const Stream* stream, const char* thread) {
+  if (traces_ && thread != nullptr) {
+    traced_.push_back({name, event == nullptr ? 0 : event->id, stream == nullptr ? 0 : stream->id, thread});
   }
 }
 

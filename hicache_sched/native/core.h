@@ -15,8 +15,11 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <string>
 #include <thread>
 #include <vector>
+
+#include "copy.h"
 
 namespace hicache {
 
@@ -50,11 +53,19 @@ struct Record {
   std::vector<Waiter*> waiters;
 };
 
-struct Copies {
-  const std::int64_t* dst = nullptr;
-  const std::int64_t* src = nullptr;
-  const std::int64_t* sizes = nullptr;
-  std::size_t count = 0;
+// A mark that is recorded again and again; `latest` is guarded by the core's lock.
+struct Event {
+  explicit Event(std::int64_t number) : id(number) {}
+  const std::int64_t id;
+  std::shared_ptr<Record> latest;
+};
+
+// One call of the runtime's that was made without Python, for the list of calls.
+struct TracedCall {
+  const char* name;
+  std::int64_t event;   // its id, 0 where the call was made on the stream
+  std::int64_t stream;  // its id, 0 for a stream of the calling thread's own
+  std::string thread;
 };
 
 // Work for an engine. One that is inline is done by the thread that submitted it, in its turn.
@@ -65,6 +76,7 @@ struct Operation {
   bool is_inline = false;
   Copies copies;
   void* payload = nullptr;  // the owner's, given back by take_garbage once the operation is over
+  std::shared_ptr<const void> memory;  // that the copies are described in
   double duration = 0.0;
   double ready_time = 0.0;
   double start_time = 0.0;   // virtual, once it is its engine's turn
@@ -82,7 +94,8 @@ struct Item {
 };
 
 struct Stream {
-  explicit Stream(bool inline_stream) : runs_inline(inline_stream) {}
+  Stream(std::int64_t number, bool inline_stream) : id(number), runs_inline(inline_stream) {}
+  const std::int64_t id;
   const bool runs_inline;
   std::deque<Item> queue;
   double time = 0.0;
@@ -96,6 +109,7 @@ struct Engine {
   double free_time = 0.0;
   bool held = false;
   std::uint64_t allowed = 0, started = 0, completed = 0;
+  std::deque<void*> failures;  // payloads, for the next operations that are submitted
   std::condition_variable for_copies, for_calls, for_pacing;
   std::thread thread;
 };
@@ -113,15 +127,20 @@ class Core {
   ~Core();
 
   std::shared_ptr<Stream> new_stream(bool runs_inline);
+  std::shared_ptr<Event> new_event();
 
-  // These put something on a stream, and block while it is full; null or false where the device is lost or a signal
-  // ended the wait.
-  std::shared_ptr<Record> record(const std::shared_ptr<Stream>& stream, const GoOn& go_on);
+  // These put something on a stream, and block while it is full; false where the device is lost, a signal ended the
+  // wait, or the operation is one that was to fail: its `refusal` is then the failure's payload.
+  // traced_as: which thread to list the call for, where it is made without Python.
+  bool record(const std::shared_ptr<Stream>& stream, Event& event, const GoOn& go_on, const char* traced_as = nullptr);
   bool wait(const std::shared_ptr<Stream>& stream, const std::shared_ptr<Record>& record, const GoOn& go_on);
-  bool submit(const std::shared_ptr<Operation>& operation, int engine, std::ptrdiff_t nbytes, const GoOn& go_on);
+  bool wait_event(const std::shared_ptr<Stream>& stream, Event& event, const GoOn& go_on, const char* traced_as);
+  bool submit(const std::shared_ptr<Operation>& operation, int engine, std::ptrdiff_t nbytes, const GoOn& go_on,
+              void*& refusal);
   std::shared_ptr<Record> record_at_once(const std::shared_ptr<Stream>& stream);  // the same, room or not
 
   Outcome block_on(const std::shared_ptr<Record>& record, const GoOn& go_on);  // blocks
+  Outcome synchronize(Event& event, const GoOn& go_on, const char* traced_as);  // blocks
   Outcome await_turn(const std::shared_ptr<Operation>& operation, const GoOn& go_on);  // blocks; of an inline one
   void abandon(const std::shared_ptr<Operation>& operation);  // an inline one whose turn is not awaited any more
 
@@ -129,6 +148,7 @@ class Core {
   // Blocks until the duration of an operation is over, for some seconds at most; whether it is complete.
   bool complete(const std::shared_ptr<Operation>& operation, double seconds);
 
+  std::shared_ptr<Record> latest(const Event& event);
   bool is_done(const std::shared_ptr<Record>& record);
   bool is_idle(const std::shared_ptr<Stream>& stream);
   std::size_t length(const std::shared_ptr<Stream>& stream);
@@ -138,6 +158,9 @@ class Core {
   bool is_held(int engine);
   Outcome step(int engine, std::uint64_t n, const GoOn& go_on);  // blocks
   void resume(int engine);
+  void fail_next(int engine, void* payload);
+  void trace_calls();                     // from now on
+  std::vector<TracedCall> take_traced();  // since the last time
 
   void stop();  // drops what is queued, ends the threads, wakes everybody
   void join();  // blocks until the native threads have ended
@@ -157,17 +180,21 @@ class Core {
   void drop(const std::shared_ptr<Operation>& operation);
   bool wait_for_room(std::unique_lock<std::mutex>& lock, const Stream& stream, const GoOn& go_on);
   void left_queue();
+  void trace(const char* name, const Event* event, const Stream* stream, const char* thread);
 
   std::mutex mutex_;
   std::mutex join_mutex_;
   const std::size_t queue_depth_;
   Engine engines_[kEngines];
+  std::int64_t last_id_ = 0;
   std::vector<std::weak_ptr<Stream>> streams_;
   std::set<Waiter*> blocked_;   // everybody who has to be woken where the device is lost
   std::set<Waiter*> steppers_;  // whoever waits for operations to complete
   std::set<Waiter*> submitters_;  // whoever waits for room
   bool driver_is_busy_ = false;   // whether one of them waits as a driver does that keeps its lock
   std::vector<void*> garbage_;
+  bool traces_ = false;
+  std::vector<TracedCall> traced_;
   bool lost_ = false;
 };
 

@@ -40,6 +40,10 @@ struct Name<Record> {
   static constexpr const char* value = "hicache_sched.record";
 };
 template <>
+struct Name<Event> {
+  static constexpr const char* value = "hicache_sched.event";
+};
+template <>
 struct Name<Core> {
   static constexpr const char* value = "hicache_sched.calls";
 };
@@ -241,14 +245,25 @@ PyObject* new_stream(PyObject* self, PyObject* runs_inline) {
   return is_inline < 0 ? nullptr : wrap(core_of(self).new_stream(is_inline == 1));
 }
 
-PyObject* record(PyObject* self, PyObject* stream) {
+PyObject* new_event(PyObject* self, PyObject*) { return wrap(core_of(self).new_event()); }
+
+PyObject* record(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
   Core& core = core_of(self);
-  const auto* held = unwrap<Stream>(stream);
-  if (held == nullptr) {
+  if (!check_count(num_args, 2)) {
     return nullptr;
   }
-  auto record = put(self, [&](const GoOn& go_on) { return core.record(*held, go_on); });
-  return PyErr_Occurred() ? nullptr : wrap(std::move(record));
+  const auto* stream = unwrap<Stream>(args[0]);
+  const auto* event = stream == nullptr ? nullptr : unwrap<Event>(args[1]);
+  if (event == nullptr) {
+    return nullptr;
+  }
+  const bool is_there = put(self, [&](const GoOn& go_on) { return core.record(*stream, **event, go_on); });
+  return PyErr_Occurred() ? nullptr : PyBool_FromLong(is_there);
+}
+
+PyObject* latest(PyObject* self, PyObject* event) {
+  const auto* held = unwrap<Event>(event);
+  return held == nullptr ? nullptr : wrap(core_of(self).latest(**held));
 }
 
 PyObject* record_at_once(PyObject* self, PyObject* stream) {
@@ -311,10 +326,16 @@ PyObject* submit(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
     operation->copies = {dst.data(), src.data(), sizes.data(), static_cast<std::size_t>(sizes.size())};
   }
   operation->payload = Py_NewRef(args[2]);
+  void* refusal = nullptr;
   const bool is_submitted =
-      put(self, [&](const GoOn& go_on) { return core.submit(operation, engine, nbytes, go_on); });
+      put(self, [&](const GoOn& go_on) { return core.submit(operation, engine, nbytes, go_on, refusal); });
   if (!is_submitted) {
     Py_DECREF(static_cast<PyObject*>(operation->payload));
+    if (refusal != nullptr) {
+      auto* error = static_cast<PyObject*>(refusal);
+      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
+      Py_DECREF(error);
+    }
     if (PyErr_Occurred()) {
       return nullptr;
     }
@@ -461,6 +482,53 @@ PyObject* resume(PyObject* self, PyObject* engine) {
   Py_RETURN_NONE;
 }
 
+PyObject* fail_next(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  int number = 0;
+  if (!check_count(num_args, 2) || !engine_number(args[0], number)) {
+    return nullptr;
+  }
+  core_of(self).fail_next(number, Py_NewRef(args[1]));
+  Py_RETURN_NONE;
+}
+
+PyObject* trace_calls(PyObject* self, PyObject*) {
+  core_of(self).trace_calls();
+  Py_RETURN_NONE;
+}
+
+// (name, id of the event or 0, id of the stream or 0, name of the thread) of calls made without Python.
+PyObject* take_traced(PyObject* self, PyObject*) {
+  const auto calls = core_of(self).take_traced();
+  PyObject* list = PyList_New(0);
+  for (const TracedCall& call : calls) {
+    PyObject* tuple =
+        Py_BuildValue("(sLLs)", call.name, static_cast<long long>(call.event), static_cast<long long>(call.stream),
+                      call.thread.c_str());
+    if (tuple == nullptr || PyList_Append(list, tuple) != 0) {
+      Py_XDECREF(tuple);
+      Py_CLEAR(list);
+      break;
+    }
+    Py_DECREF(tuple);
+  }
+  return list;
+}
+
+// The id by which calls made without Python name a stream or an event.
+PyObject* id_of(PyObject*, PyObject* capsule) {
+  if (PyCapsule_IsValid(capsule, Name<Stream>::value)) {
+    return PyLong_FromLongLong((*unwrap<Stream>(capsule))->id);
+  }
+  const auto* event = unwrap<Event>(capsule);
+  return event == nullptr ? nullptr : PyLong_FromLongLong((*event)->id);
+}
+
+// By which a data plane knows an event; valid for as long as the event is there.
+PyObject* address_of(PyObject*, PyObject* event) {
+  const auto* held = unwrap<Event>(event);
+  return held == nullptr ? nullptr : PyLong_FromVoidPtr(held->get());
+}
+
 PyObject* stop(PyObject* self, PyObject*) {
   core_of(self).stop();
   core_of(self);
@@ -489,7 +557,9 @@ PyCFunction fast(Function function) {
 
 PyMethodDef methods[] = {
     {"new_stream", new_stream, METH_O, nullptr},
-    {"record", record, METH_O, nullptr},
+    {"new_event", new_event, METH_NOARGS, nullptr},
+    {"record", fast(record), METH_FASTCALL, nullptr},
+    {"latest", latest, METH_O, nullptr},
     {"record_at_once", record_at_once, METH_O, nullptr},
     {"record_all", record_all, METH_NOARGS, nullptr},
     {"wait", fast(wait), METH_FASTCALL, nullptr},
@@ -506,6 +576,9 @@ PyMethodDef methods[] = {
     {"is_held", is_held, METH_O, nullptr},
     {"step", fast(step), METH_FASTCALL, nullptr},
     {"resume", resume, METH_O, nullptr},
+    {"fail_next", fast(fail_next), METH_FASTCALL, nullptr},
+    {"trace_calls", trace_calls, METH_NOARGS, nullptr},
+    {"take_traced", take_traced, METH_NOARGS, nullptr},
     {"stop", stop, METH_NOARGS, nullptr},
     {"join", join, METH_NOARGS, nullptr},
     {"forget_threads", forget_threads, METH_NOARGS, nullptr},
@@ -515,6 +588,8 @@ PyMethodDef methods[] = {
 PyMethodDef functions[] = {
     {"next_call", fast(next_call), METH_FASTCALL, nullptr},
     {"complete_call", fast(complete_call), METH_FASTCALL, nullptr},
+    {"id_of", id_of, METH_O, nullptr},
+    {"address_of", address_of, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -10,8 +10,7 @@ PyObject* copy_batch(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
     PyErr_SetString(PyExc_TypeError, "copy_batch(dst, src, sizes) takes three arrays");
     return nullptr;
   }
-  const std::int64_t *dst_at, *src_at, *sizes_at;
-  std::size_t count;
+  hicache::Copies copies;
   {
     // Given back at once: the caller keeps the arrays, and a thread that the end of the interpreter catches without the
     // GIL has nothing to clean up.
@@ -19,11 +18,10 @@ PyObject* copy_batch(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
     if (!hicache::borrow_batch(args, dst, src, sizes)) {
       return nullptr;
     }
-    dst_at = dst.data(), src_at = src.data(), sizes_at = sizes.data();
-    count = static_cast<std::size_t>(sizes.size());
+    copies = {dst.data(), src.data(), sizes.data(), static_cast<std::size_t>(sizes.size())};
   }
   Py_BEGIN_ALLOW_THREADS
-  hicache::copy_batch(dst_at, src_at, sizes_at, count);
+  hicache::copy_batch(copies);
   Py_END_ALLOW_THREADS
   Py_RETURN_NONE;
 }

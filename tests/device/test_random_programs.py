@@ -7,7 +7,7 @@ record copies that set and a wait adds the recorded one. Every operation checks 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -189,7 +189,7 @@ class Threads:
         self._hold = hold
         self._streams = [device.Stream() for _ in range(NUM_STREAMS)]
         self._events = [device.Event() for _ in range(NUM_EVENTS)]
-        self._calls: list[Any] = device.record_calls()
+        self._calls: MutableSequence[Any] = device.record_calls()
         self._operations = Operations()
         self._start = threading.Barrier(len(programs))
         self._errors: list[BaseException] = []

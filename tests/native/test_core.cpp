@@ -54,7 +54,14 @@ bool put(Core& core, const std::shared_ptr<Stream>& stream, int engine, Move& mo
   operation->copies = {&move.dst, &move.src, &move.bytes, 1};
   operation->payload = &move;
   operation->duration = duration;
-  return core.submit(operation, engine, move.bytes, always);
+  void* refusal = nullptr;
+  return core.submit(operation, engine, move.bytes, always, refusal);
+}
+
+// A recording of an event of its own; null where the device is lost.
+std::shared_ptr<Record> recorded(Core& core, const std::shared_ptr<Stream>& stream) {
+  const auto event = core.new_event();
+  return core.record(stream, *event, always) ? core.latest(*event) : nullptr;
 }
 
 void drain(Core& core, const std::shared_ptr<Stream>& stream) {
@@ -87,7 +94,7 @@ void a_wait_orders_two_streams() {
     Move there(b.data(), a.data(), a.size()), on(c.data(), b.data(), b.size());
     core.hold(kH2d);
     CHECK(put(core, first, kH2d, there));
-    const auto record = core.record(first, always);
+    const auto record = recorded(core, first);
     CHECK(core.wait(second, record, always));
     CHECK(put(core, second, kD2h, on));
     CHECK(!core.is_done(record));
@@ -107,7 +114,7 @@ void any_program_of_many_threads_comes_to_its_end(std::size_t queue_depth) {
     streams.push_back(core.new_stream(false));
   }
   std::mutex mutex;
-  std::vector<std::shared_ptr<Record>> records{core.record(streams[0], always)};
+  std::vector<std::shared_ptr<Record>> records{recorded(core, streams[0])};
   std::vector<std::unique_ptr<Move>> moves[kThreads];
   std::vector<char> cells(kThreads * 64, 0), ones(64, 1);
   std::atomic<bool> is_over{false};
@@ -140,7 +147,7 @@ void any_program_of_many_threads_comes_to_its_end(std::size_t queue_depth) {
       for (int step = 0; step < kSteps; ++step) {
         switch (random() % 4) {
           case 0: {
-            auto record = core.record(stream, always);
+            auto record = recorded(core, stream);
             const std::lock_guard<std::mutex> lock(mutex);
             records.push_back(std::move(record));
             break;
@@ -206,7 +213,7 @@ void a_core_that_stops_wakes_everybody_and_gives_every_payload_back() {
     for (std::size_t i = 2; i < 6; ++i) {
       CHECK(put(core, full, kD2h, *moves[i]));
     }
-    const auto record = core.record(stream, always);
+    const auto record = recorded(core, stream);
     std::vector<std::thread> blocked;
     blocked.emplace_back([&] { CHECK(core.block_on(record, always) == Outcome::kLost); });
     blocked.emplace_back([&] { CHECK(core.step(kD2h, 100, always) != Outcome::kInterrupted); });
@@ -220,7 +227,7 @@ void a_core_that_stops_wakes_everybody_and_gives_every_payload_back() {
       thread.join();
     }
     core.join();
-    CHECK(core.record(stream, always) == nullptr);
+    CHECK(recorded(core, stream) == nullptr);
     collect(core);
     for (std::size_t i = 0; i < 6; ++i) {
       CHECK(moves[i]->given_back == 1);
@@ -239,7 +246,8 @@ void an_inline_operation_is_done_by_its_own_thread_in_its_turn() {
     operation->stream = own;
     operation->is_inline = true;
     operation->payload = &inline_move;
-    CHECK(core.submit(operation, kH2d, 0, always));
+    void* refusal = nullptr;
+    CHECK(core.submit(operation, kH2d, 0, always, refusal));
     if (round % 3 == 0) {
       core.abandon(operation);
     } else {
@@ -268,7 +276,7 @@ void batches_of_every_size_arrive() {
       dst.push_back(reinterpret_cast<std::int64_t>(target.data() + 1 + i * row));
       src.push_back(reinterpret_cast<std::int64_t>(source.data() + (rows - 1 - i) * row));
     }
-    copy_batch(dst.data(), src.data(), sizes.data(), rows);
+    copy_batch({dst.data(), src.data(), sizes.data(), rows});
     for (std::size_t i = 0; i < rows; ++i) {
       CHECK(std::memcmp(target.data() + 1 + i * row, source.data() + (rows - 1 - i) * row, row) == 0);
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -556,7 +556,7 @@ def test_events_that_cannot_be_waited_for_do_not_end_the_burst_before_its_copies
 # -- raw events -------------------------------------------------------------------------------------------------------
 
 
-def h2d_work(setup: Setup, calls: list[Any]) -> list[str]:
+def h2d_work(setup: Setup, calls: MutableSequence[Any]) -> list[str]:
     """The events recorded on the h2d stream, in order."""
     h2d_stream = setup.scheduler.h2d_stream
     return [obj.name for name, obj, stream, _ in calls if name == "record" and stream is h2d_stream]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import MutableSequence
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.builders import LaunchingBackend, MakeScheduler, hand_out, load_op
 class CallRecordingBackend(LaunchingBackend):
     """Notes its own calls among the recorded device calls."""
 
-    def __init__(self, device: EmulatedDevice, calls: list[Any], num_layers: int = 2) -> None:
+    def __init__(self, device: EmulatedDevice, calls: MutableSequence[Any], num_layers: int = 2) -> None:
         super().__init__(device, num_layers, ("kv", "indexer"))
         self._calls = calls
 
@@ -29,7 +30,7 @@ class CallRecordingBackend(LaunchingBackend):
         super().enqueue_layer(prepared, layer)
 
 
-def calls_on(stream: Any, calls: list[Any]) -> list[str]:
+def calls_on(stream: Any, calls: MutableSequence[Any]) -> list[str]:
     """The recorded calls as words; calls that concern `stream` are the h2d stream's."""
     words = []
     for call in calls:
