@@ -29,6 +29,7 @@ class ModelThread:
         self._model = model
         self._memory = memory
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        _settle_kernels()
 
     async def run(self, batch: Sequence[Step]) -> None:
         """Run a batch; each step gets its `next_token`, but for those whose client has gone away."""
@@ -57,3 +58,14 @@ class ModelThread:
         tokens = torch.tensor([step.tokens], device=self._memory.torch_device)
         logits = self._model(tokens, cache=cache, logits_to_keep=1).logits
         step.next_token = int(logits[0, -1].argmax())
+
+
+def _settle_kernels() -> None:
+    """Have torch's math library on the CPU choose its kernels, on this thread alone.
+
+    MKL looks for them in the first call of a process of any function like cos or exp, without a lock. If two threads of
+    an operation make that call, one of them may take a kernel meant for another CPU, right to four digits only, and the
+    first keys are not those that are computed later (https://github.com/pytorch/pytorch/issues/188792). Of a single
+    element, no work is shared out.
+    """
+    torch.zeros(1).cos()
