@@ -65,16 +65,20 @@ examples: $(STAMP) ## run the small examples
 
 # Without a compiler the package has no native part, and there is nothing to check of it.
 HAS_CXX := $(shell command -v $(CXX))
-NATIVE_TEST := tests/native/test_core.cpp hicache_sched/native/core.cpp hicache_sched/native/copy.cpp
+NATIVE_TESTS := core planner
+TESTED_core := core copy waiter
+TESTED_planner := planner
 
 .PHONY: sanitize
 sanitize: ## the native part without Python, under AddressSanitizer, UBSan and ThreadSanitizer
 	@test -n "$(HAS_CXX)" || echo "sanitize: no C++ compiler, nothing to check"
 	mkdir -p build
 	set -e; for kind in $(if $(HAS_CXX),address$(comma)undefined thread); do \
-		$(CXX) -std=c++17 -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=$$kind -fno-sanitize-recover=all \
-			$(NATIVE_TEST) -o build/test_core; \
-		echo "== $$kind"; build/test_core; done
+		echo "== $$kind"; \
+		$(foreach test,$(NATIVE_TESTS),$(CXX) -std=c++17 -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=$$kind \
+			-fno-sanitize-recover=all tests/native/test_$(test).cpp $(TESTED_$(test):%=hicache_sched/native/%.cpp) \
+			-o build/test_$(test); build/test_$(test);) \
+	done
 
 .PHONY: wheel
 wheel: $(STAMP) ## build sdist and, from that, wheel into dist/ and import it in a clean environment

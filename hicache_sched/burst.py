@@ -1,4 +1,4 @@
-"""Bursts: one submission on the h2d stream, and how far it has got.
+"""Bursts: one submission on the h2d stream, and whoever waits for it.
 
 Progress is two watermarks. Layers go in order, so "layer i is enqueued" is `enqueued > i` and "layer i has landed"
 is `landed > i`. Fields are written under `lock`; watermarks and flags only ever move one way, so that reading one
@@ -8,7 +8,6 @@ without the lock gives an answer that was true and, where it says yes, still is.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Literal
@@ -20,8 +19,18 @@ from hicache_sched.device.runtime import Event
 from hicache_sched.errors import LoadCancelledError, LoadFailedError
 from hicache_sched.event_set import EventSet
 from hicache_sched.op_queue import OpQueue
+from hicache_sched.progress import AnyProgress, Progress
 from hicache_sched.slots import Slot
-from hicache_sched.waiting import PENDING, Pending, Waiter, Waits, wake_all
+from hicache_sched.waiting import (
+    PENDING,
+    BlockedWaiter,
+    NativeWaiter,
+    Pending,
+    ThreadWaiter,
+    Waiter,
+    Waits,
+    wake_all,
+)
 
 Stage = Literal["queued", "preparing", "enqueuing", "device"]
 
@@ -42,19 +51,23 @@ class Burst:
         num_layers: transfer layers.
         queue: its load ops and their sums; the ops are dropped when it ends.
         waits: how to wait for its progress.
+        progress: how far it has got.
         start_event, fence_event: recorded at hand-out; None where there is nothing to wait for.
-        enqueued, landed: the watermarks, in layers.
-        begun: the data plane has taken it up.
-        submitted: the data plane will not touch it any more.
-        finish_recorded: its finish event has been recorded behind all that was submitted.
         cancelled: it was cancelled before it was begun.
-        plane_stage: what the data plane is doing with it.
+        events: its events, from shortly before it is begun until it has ended and nobody waits for them.
         error: why it failed.
         ack: how it ended; None while it lives.
     """
 
     def __init__(
-        self, burst_id: int, slot: Slot, generation: int, queue: OpQueue, num_layers: int, waits: Waits
+        self,
+        burst_id: int,
+        slot: Slot,
+        generation: int,
+        queue: OpQueue,
+        num_layers: int,
+        waits: Waits,
+        progress: AnyProgress,
     ) -> None:
         self.id = burst_id
         self.slot = slot.index
@@ -62,6 +75,7 @@ class Burst:
         self.num_layers = num_layers
         self.queue = queue
         self.waits = waits
+        self.progress = progress
         self.start_event: Event | None = slot.start_event
         self.fence_event: Event | None = slot.fence_event
         self.inference_mode = torch.is_inference_mode_enabled()
@@ -69,11 +83,6 @@ class Burst:
 
         # Reentrant, as a coroutine that the garbage collector ends cleans up in the middle of anything.
         self.lock = threading.RLock()
-        self.enqueued = 0
-        self.landed = 0
-        self.begun = False
-        self.submitted = False
-        self.finish_recorded = False
         self.cancelled = False
         self.error: BaseException | None = None
         self.failed_stage: str | None = None
@@ -83,13 +92,35 @@ class Burst:
         self.events: EventSet | None = None
         self.prepared: Any = None
         self.needs_finish = False
-        self.progress_at = time.monotonic()
-        self.plane_stage: Stage = "queued"
         self._holders = 0
         self._waiters: dict[Watch, set[Waiter]] = {}
         self._callbacks: list[Callable[[], object]] | None = []
 
     # -- what everybody may read --------------------------------------------------------------------------------
+
+    @property
+    def enqueued(self) -> int:
+        """How many layers have been submitted, and their events recorded."""
+        enqueued: int = self.progress.enqueued
+        return enqueued
+
+    @property
+    def landed(self) -> int:
+        """How many layers are known to have landed."""
+        landed: int = self.progress.landed
+        return landed
+
+    @property
+    def progress_at(self) -> float:
+        """When a layer last landed, in `time.monotonic` seconds; before that, when it was handed out."""
+        progress_at: float = self.progress.progress_at
+        return progress_at
+
+    @property
+    def plane_stage(self) -> Stage:
+        """What the data plane is doing with it."""
+        progress = self.progress
+        return "enqueuing" if progress.planned else "preparing" if progress.begun else "queued"
 
     @property
     def stale(self) -> bool:
@@ -102,7 +133,8 @@ class Burst:
     @property
     def stage(self) -> Stage:
         """Where its next layer to land is."""
-        return "device" if self.enqueued > self.landed or self.submitted else self.plane_stage
+        progress = self.progress
+        return "device" if progress.enqueued > progress.landed or progress.submitted else self.plane_stage
 
     @property
     def slot_is_free(self) -> bool:
@@ -113,7 +145,7 @@ class Burst:
         """
         if self.ended:
             return True
-        if not (self.submitted and self.finish_recorded):
+        if not (self.progress.submitted and self.progress.finish_recorded):
             return False
         events = self.events
         if events is None:  # the observer took them back: ended a moment ago
@@ -125,11 +157,12 @@ class Burst:
 
     def failure(self) -> LoadFailedError | LoadCancelledError | None:
         """A fresh exception for one who asks how it went wrong, None if it did not."""
-        if self.error is not None:
-            return LoadFailedError(self.queue.node_ids, self.failed_layer, self.error)
-        if self.cancelled:
-            return LoadCancelledError(self.queue.node_ids)
-        return None
+        with self.lock:
+            if self.error is not None:
+                return LoadFailedError(self.queue.node_ids, self.failed_layer, self.error)
+            if self.cancelled:
+                return LoadCancelledError(self.queue.node_ids)
+            return None
 
     @contextmanager
     def thread_modes(self) -> Iterator[None]:
@@ -140,25 +173,21 @@ class Burst:
 
     # -- steps of the data plane ----------------------------------------------------------------------------------
 
-    def begin(self, events: EventSet) -> bool:
-        """Take the burst up with these events; False if it has failed or was cancelled, they are then not used."""
+    def begin(self) -> bool:
+        """Take the burst up; False if it has failed or was cancelled."""
         with self.lock:
-            if self.stale:
-                return False
-            self.events = events
-            self.plane_stage = "preparing"
-            self.begun = True
-            return True
+            begun: bool = self.progress.begin()
+            return begun
 
     def enter_enqueuing(self, prepared: Any) -> None:
         with self.lock:
             self.prepared = prepared
             self.needs_finish = True
-            self.plane_stage = "enqueuing"
+            self.progress.mark_planned()
 
     def advance_enqueued(self, watermark: int) -> None:
         with self.lock:
-            self.enqueued = watermark
+            self.progress.advance_enqueued(watermark)
             waiters = self._waiting_for(("enqueued", watermark - 1))
         wake_all(waiters)
 
@@ -168,13 +197,14 @@ class Burst:
             if self.stale or self.ended:
                 return False
             self.error, self.failed_stage, self.failed_layer = error, stage, layer
+            self.progress.give_up(False)
             waiters = self._all_waiters()
         wake_all(waiters)
         return True
 
     def mark_submitted(self) -> None:
         with self.lock:
-            self.submitted = True
+            self.progress.mark_submitted()
             waiters = self._waiting_for(SUBMITTED)
         wake_all(waiters)
 
@@ -185,9 +215,17 @@ class Burst:
             if watermark <= self.landed:
                 return
             reached = range(self.landed, watermark)
-            self.landed = watermark
-            self.progress_at = time.monotonic()
+            self.progress.advance_landed(watermark)
             waiters = self._waiting_for(*(("landed", layer) for layer in reached))
+        wake_all(waiters)
+
+    def wake_reached(self) -> None:
+        """Wake whoever waits for a layer that has got there; for a data plane that wakes nobody itself."""
+        with self.lock:
+            waiters: list[Waiter] = []
+            for watch, registered in self._waiters.items():
+                if self._want(watch):
+                    waiters.extend(registered)
         wake_all(waiters)
 
     def take_prepared(self) -> tuple[bool, Any]:
@@ -204,7 +242,8 @@ class Burst:
         """
         with self.lock:
             self.ack = ack
-            self.submitted = True
+            self.progress.mark_submitted()
+            self.progress.mark_ended()
             self.queue.ops = []
             self.start_event = self.fence_event = None
             return self._release_events(), self._all_waiters()
@@ -223,7 +262,7 @@ class Burst:
         with self.lock:
             if self.cancelled:
                 return True
-            if self.begun or self.submitted or self.error is not None:
+            if self.progress.submitted or self.error is not None or not self.progress.give_up(True):
                 return False
             self.cancelled = True
             waiters = self._all_waiters()
@@ -259,7 +298,7 @@ class Burst:
                 return True
             if self.stale or self.ended:
                 return False
-            return self._register(("enqueued", layer), waiter)
+            return self._wait_for(("enqueued", layer), waiter)
 
     def look_landed(self, layer: int, waiter: Waiter | None) -> bool | Pending:
         """Whether `layer` has landed: True, False if it never will, or pending."""
@@ -268,14 +307,14 @@ class Burst:
                 return True
             if self.ended or (self.stale and self.enqueued <= layer):
                 return False
-            return self._register(("landed", layer), waiter)
+            return self._wait_for(("landed", layer), waiter)
 
     def look_submitted(self, layer: int, waiter: Waiter | None) -> bool | Pending:
         """Whether `layer` is enqueued, or whether the data plane is done with the burst before it came to that."""
         with self.lock:
             if self.enqueued > layer:
                 return True
-            if self.submitted or self.cancelled:
+            if self.progress.submitted or self.cancelled:
                 return False
             self._register(SUBMITTED, waiter)
             return self._register(("enqueued", layer), waiter)
@@ -291,7 +330,7 @@ class Burst:
         """Register without looking, for one who looks for himself afterwards."""
         with self.lock:
             for watch in watches:
-                self._register(watch, waiter)
+                self._wait_for(watch, waiter)
 
     def wake(self) -> None:
         """Make whoever waits for it look again."""
@@ -306,6 +345,13 @@ class Burst:
                 if not self._waiters[watch]:
                     del self._waiters[watch]
 
+    def thread_waiter(self, watch: Watch) -> Callable[[], BlockedWaiter]:
+        """Makes waiters for threads that look for `watch`, a layer."""
+        if isinstance(self.progress, Progress):
+            return ThreadWaiter
+        what, layer = watch
+        return lambda: NativeWaiter(self.progress, what == "landed", layer)
+
     def waiter_names(self) -> list[str]:
         """Who waits for it now, sorted."""
         with self.lock:
@@ -318,6 +364,21 @@ class Burst:
             self._waiters.setdefault(watch, set()).add(waiter)
             waiter.forget = self.forget
         return PENDING
+
+    def _wait_for(self, watch: Watch, waiter: Waiter | None) -> bool | Pending:
+        """Register; True if what is waited for is there all the same."""
+        self._register(watch, waiter)
+        # A native waiter sees to that itself.
+        return True if waiter is not None and not isinstance(waiter, NativeWaiter) and self._want(watch) else PENDING
+
+    def _want(self, watch: Watch) -> bool:
+        what, layer = watch
+        reached = False
+        if what == "enqueued":
+            reached = self.progress.want_enqueued(layer)
+        elif what == "landed":
+            reached = self.progress.want_landed(layer)
+        return reached
 
     def _all_waiters(self) -> list[Waiter]:
         return self._waiting_for(*self._waiters)

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 Mode = Literal["async", "inline"]
 EventLoop = Literal["uvloop", "asyncio"]
+Plane = Literal["auto", "native", "python"]
 
 ENV_PREFIX = "HICACHE_SCHED_"
 
@@ -26,6 +27,9 @@ class SchedulerConfig:
             `math.inf` for never.
         thread_name: name of the loop thread and prefix of the others'.
         poll_acks: whether acks are kept for `pop_acks`; False for engines that only use handles or `on_ack`.
+        plane: which data plane there is in async mode: "native", which needs no GIL, "python", or "auto" for the native
+            one where there is one for the device and it can plan the backend's bursts. Asked for by name the native one
+            also serves other backends: it observes landings, and Python submits.
         h2d_queue_ops: operations that the h2d stream may hold before submitting one more would block the submitting
             thread, and with it other threads' device calls; what is in flight is kept within it in async mode.
     """
@@ -36,6 +40,7 @@ class SchedulerConfig:
     stall_log_interval: float = 30.0
     thread_name: str = "hicache-sched"
     poll_acks: bool = True
+    plane: Plane = "auto"
     h2d_queue_ops: int = 1000
 
     def __post_init__(self) -> None:
@@ -49,6 +54,8 @@ class SchedulerConfig:
             raise ValueError(f"stall_log_interval must be positive seconds, not {self.stall_log_interval!r}")
         if not isinstance(self.thread_name, str) or not self.thread_name:
             raise ValueError(f"thread_name must be a non-empty string, not {self.thread_name!r}")
+        if self.plane not in get_args(Plane):
+            raise ValueError(f"plane must be one of {get_args(Plane)}, not {self.plane!r}")
         if type(self.h2d_queue_ops) is not int or self.h2d_queue_ops < 1:
             raise ValueError(f"h2d_queue_ops must be an int of at least 1, not {self.h2d_queue_ops!r}")
         if type(self.poll_acks) is not bool:

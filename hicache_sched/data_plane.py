@@ -37,9 +37,9 @@ class PythonDataPlane(ParkedThread):
     def _serve(self) -> None:
         while self._queue:
             burst = self._queue[0]
-            if burst.begun and not burst.submitted:
+            if burst.progress.begun and not burst.progress.submitted:
                 self._submission.abandon(burst)
-            if not burst.submitted:
+            if not burst.progress.submitted:
                 self._submission.submit(burst)
             self._queue.popleft()
             del burst  # a parked thread keeps nothing alive

@@ -224,12 +224,12 @@ class LoadHandle:
         try:
             stream = self._device.current_stream()
             if runs_inline(stream):
-                look = partial(burst.look_landed, layer)
-                burst.waits.block(look, timeout, f"layer {layer} of burst {burst.id} to land")
+                look, waiter = partial(burst.look_landed, layer), burst.thread_waiter(("landed", layer))
+                burst.waits.block(look, timeout, f"layer {layer} of burst {burst.id} to land", waiter)
                 return
-            look = partial(burst.look_enqueued, layer)
+            look, waiter = partial(burst.look_enqueued, layer), burst.thread_waiter(("enqueued", layer))
             what = f"layer {layer} of burst {burst.id} to be enqueued"
-            if burst.enqueued > layer or burst.waits.block(look, timeout, what):
+            if burst.enqueued > layer or burst.waits.block(look, timeout, what, waiter):
                 events = burst.events
                 assert events is not None, "a held burst keeps its events"
                 events.layers[layer].wait(stream)

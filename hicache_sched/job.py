@@ -65,6 +65,11 @@ class Jobs:
             task.add_done_callback(partial(self._ended, burst))
             self._of_bursts[burst.id] = task
 
+    def wake_reached(self) -> None:
+        """Wake whoever waits for a layer that has got there, of any burst."""
+        for burst in self._protocol.bursts_alive():
+            burst.wake_reached()
+
     def watch_slot(self, slot_wait: SlotWait) -> None:
         """Log while a hand-out waits too long for its slot."""
         self._slot_wait = slot_wait

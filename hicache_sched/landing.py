@@ -23,16 +23,42 @@ class BurstEnd:
     """Ends bursts once what was submitted of them has landed; on the thread that observed the landing."""
 
     def __init__(
-        self, protocol: TransferProtocol, backend: BurstBackend, event_sets: EventSetPool, failures: FailureDesk
+        self,
+        protocol: TransferProtocol,
+        backend: BurstBackend,
+        h2d_stream: Stream,
+        event_sets: EventSetPool,
+        failures: FailureDesk,
     ) -> None:
         self._protocol = protocol
         self._backend = backend
+        self._h2d_stream = h2d_stream
         self._event_sets = event_sets
         self._failures = failures
 
+    def synchronize(self, burst: Burst, layer: int | None, what: Event | Stream) -> bool:
+        """Block until the device gets there; False where it says that it will not, which fails the burst."""
+        try:
+            what.synchronize()
+        except Exception as exc:
+            self._failures.burst_failed(burst, "device", layer, exc)
+            return False
+        return True
+
+    def wait_finished(self, burst: Burst) -> None:
+        """Block until all that was submitted of a burst has landed; the data plane is done with it."""
+        events = burst.events
+        if self._protocol.lost is not None or events is None:
+            return
+        if burst.progress.finish_recorded and self.synchronize(burst, None, events.ack_finish):
+            return
+        # Without a finish event the later bursts are waited for too, which is late but not wrong.
+        if self._protocol.lost is None:
+            self.synchronize(burst, None, self._h2d_stream)
+
     def end(self, burst: Burst) -> None:
         """Finish and publish the oldest burst in flight."""
-        num_bytes = 0
+        num_bytes = burst.progress.num_bytes
         interrupt: BaseException | None = None
         needs_finish, prepared = burst.take_prepared()
         if needs_finish:
@@ -98,12 +124,10 @@ class LandingObserver(ParkedThread):
         failures: FailureDesk,
         on_end: Callable[[], None],
         protocol: TransferProtocol,
-        h2d_stream: Stream,
         burst_end: BurstEnd,
     ) -> None:
         super().__init__(thread_name, device, failures, on_end)
         self._protocol = protocol
-        self._h2d_stream = h2d_stream
         self._burst_end = burst_end
         self._waiter: ThreadWaiter | None = None
         self._abandoned = False
@@ -125,14 +149,14 @@ class LandingObserver(ParkedThread):
             if not self._wait_enqueued(burst, layer):
                 break
             assert burst.events is not None, "an enqueued layer has an event"
-            if not self._synchronize(burst, layer, burst.events.layers[layer]):
+            if not self._burst_end.synchronize(burst, layer, burst.events.layers[layer]):
                 break
             burst.advance_landed(layer + 1)
         self._wait_enqueued(burst, burst.num_layers)  # no such layer: this waits until the data plane is done
         if self._abandoned:
             return
-        if burst.begun:
-            self._wait_finished(burst)
+        if burst.progress.begun:
+            self._burst_end.wait_finished(burst)
         self._protocol.wake()  # the slot is free from here on, however long `finish` takes
         self._burst_end.end(burst)
 
@@ -150,27 +174,6 @@ class LandingObserver(ParkedThread):
                 waiter.sleep(None)
             finally:
                 burst.forget(waiter)
-
-    def _wait_finished(self, burst: Burst) -> None:
-        """Wait until all that was submitted has landed."""
-        events = burst.events
-        if self._protocol.lost is not None or events is None:
-            return
-        if burst.finish_recorded and self._synchronize(burst, None, events.ack_finish):
-            return
-        # Without a finish event the later bursts are waited for too, which is late but not wrong.
-        if self._protocol.lost is None:
-            self._synchronize(burst, None, self._h2d_stream)
-
-    def _synchronize(self, burst: Burst, layer: int | None, what: Event | Stream) -> bool:
-        """Block until the device gets there; False where it says that it will not, which fails the burst."""
-        try:
-            what.synchronize()
-        except Exception as exc:
-            if not self._abandoned:
-                self._failures.burst_failed(burst, "device", layer, exc)
-            return False
-        return True
 
 
 class InlineObserver:
@@ -220,21 +223,21 @@ class InlineObserver:
 
     def _has_landed(self, burst: Burst) -> bool:
         """Advance the burst's watermark; whether all that was submitted has landed."""
-        events = burst.events
-        if burst.ended or events is None:  # its end was interrupted, or it was not begun
-            return burst.ended or burst.submitted
+        events, progress = burst.events, burst.progress
+        if burst.ended or not progress.begun or events is None:  # its end was interrupted, or it was not begun
+            return burst.ended or bool(progress.submitted)
         try:
             if burst.failed_stage != "device":
                 while burst.landed < burst.enqueued and events.layers[burst.landed].query():
                     burst.advance_landed(burst.landed + 1)
-            if not burst.submitted:
+            if not progress.submitted:
                 return False
-            if not (events.ack_finish.query() if burst.finish_recorded else self._h2d_stream.query()):
+            if not (events.ack_finish.query() if progress.finish_recorded else self._h2d_stream.query()):
                 return False
             if burst.failed_stage != "device":  # the rest of its layers may have landed since they were asked
                 burst.advance_landed(burst.enqueued)
             return True
         except Exception as exc:
             self._failures.burst_failed(burst, "device", burst.landed, exc)
-            burst.finish_recorded = False  # its events cannot be trusted: the stream has to be asked from now on
-            return self._protocol.lost is not None and burst.submitted
+            progress.finish_recorded = False  # its events cannot be trusted: the stream has to be asked from now on
+            return self._protocol.lost is not None and bool(progress.submitted)

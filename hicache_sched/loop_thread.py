@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from hicache_sched.config import EventLoop
 from hicache_sched.failure import FailureDesk
@@ -29,6 +29,16 @@ def loop_factory(event_loop: EventLoop) -> tuple[Callable[[], asyncio.AbstractEv
     return asyncio.SelectorEventLoop, "asyncio"
 
 
+class Doorbell(Protocol):
+    """Rung, from anywhere, when a layer gets where somebody waits for it."""
+
+    def fileno(self) -> int:
+        """What to wait for."""
+
+    def hear(self) -> None:
+        """Silence it; what it was rung for is looked at after that."""
+
+
 CANCEL_SECONDS = 1.0
 """How long the end of the loop waits for tasks that it has cancelled."""
 
@@ -43,10 +53,15 @@ class LoopThread(OwnThread):
         jobs: Jobs,
         failures: FailureDesk,
         on_end: Callable[[], None],
+        doorbell: Doorbell | None = None,
     ) -> None:
+        """
+        :param doorbell: of a data plane that wakes nobody itself.
+        """
         super().__init__(name, failures, on_end)
         self._make_loop = make_loop
         self._jobs = jobs
+        self._doorbell = doorbell
         self._loop = make_loop()
 
     def call(self, fn: Callable[..., object], *args: Any) -> None:
@@ -68,7 +83,7 @@ class LoopThread(OwnThread):
                 if self._loop.is_closed():
                     self._loop = self._make_loop()
                 asyncio.set_event_loop(self._loop)
-                self._loop.call_soon(self._jobs.resume)
+                self._loop.call_soon(self._resume)
                 self._loop.run_forever()
                 if not self._stopping:
                     raise RuntimeError("the event loop was stopped by somebody else")
@@ -77,9 +92,22 @@ class LoopThread(OwnThread):
                     self._failures.thread_failed(self._name, exc)
         self._close_loop()
 
+    def _resume(self) -> None:
+        self._jobs.resume()
+        if self._doorbell is not None:
+            self._loop.add_reader(self._doorbell.fileno(), self._answer)
+            self._answer()  # what the last loop had heard and not answered
+
+    def _answer(self) -> None:
+        assert self._doorbell is not None
+        self._doorbell.hear()
+        self._jobs.wake_reached()
+
     def _close_loop(self) -> None:
         if self._loop.is_closed():
             return
+        if self._doorbell is not None:
+            self._loop.remove_reader(self._doorbell.fileno())
         try:
             self._jobs.abandon()
             self._loop.run_until_complete(_cancel_all_tasks())

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from hicache_sched.errors import InvalidLoadError
 from hicache_sched.load_op import LoadOp, PoolTransfer
+
+
+class IndexList(Protocol):
+    """Where the indices of load ops are, kept as they come for a data plane that does not look at ops."""
+
+    def add(self, op: LoadOp) -> None: ...
 
 
 class OpQueue:
@@ -19,11 +26,13 @@ class OpQueue:
         ops: the load ops.
         node_ids: their nodes.
         tokens_by_pool: tokens to move per pool; every pool of the backend is named.
+        indices: where their indices are, None where nobody asks.
     """
 
-    __slots__ = ("node_ids", "ops", "tokens_by_pool")
+    __slots__ = ("indices", "node_ids", "ops", "tokens_by_pool")
 
-    def __init__(self, pool_names: Sequence[str]) -> None:
+    def __init__(self, pool_names: Sequence[str], indices: IndexList | None = None) -> None:
+        self.indices = indices
         self.ops: list[LoadOp] = []
         self.node_ids: list[int] = []
         self.tokens_by_pool: dict[str, int] = dict.fromkeys(pool_names, 0)
@@ -37,6 +46,8 @@ class OpQueue:
         self.tokens_by_pool[anchor] += op.num_tokens
         for transfer in op.pool_transfers:
             self.tokens_by_pool[transfer.name] += transfer.num_tokens
+        if self.indices is not None:
+            self.indices.add(op)
 
 
 def check_op(op: LoadOp, pool_names: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -55,16 +56,55 @@ class OwnThread:
         raise NotImplementedError
 
 
-class ParkedThread(OwnThread):
-    """A thread that serves, parked without a timer while there is nothing to do.
+_NOT_OURS = signal.valid_signals() - {
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGSEGV,
+    signal.SIGTRAP,
+}
+"""Signals but those by which a thread is told of its own fault."""
 
-    `hint` wakes it; what there is to do it reads from state that it shares, so a hint may come late, twice or for
-    nothing. Whatever `_serve` raises is reported and served on: what it was at is still in the shared state.
+
+class DeviceThread(OwnThread):
+    """A thread that makes device calls.
+
+    Whatever is raised in `_live` is reported, and it is called again: what it was at is still in the shared state.
     """
 
     def __init__(self, name: str, device: DeviceBinding, failures: FailureDesk, on_end: Callable[[], None]) -> None:
         super().__init__(name, failures, on_end)
         self._device = device
+
+    def _run_until_stopped(self) -> None:
+        # A signal interrupts what a thread is blocked in; Python's handlers run in the main thread anyway.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
+        bound = False
+        while True:
+            try:
+                if not bound:
+                    bound = True
+                    self._device.bind_thread()
+                self._live()
+                return
+            except BaseException as exc:
+                self._failures.thread_failed(self._name, exc)
+
+    def _live(self) -> None:
+        """Serve until told to stop."""
+        raise NotImplementedError
+
+
+class ParkedThread(DeviceThread):
+    """A thread that serves, parked without a timer while there is nothing to do.
+
+    `hint` wakes it; what there is to do it reads from state that it shares, so a hint may come late, twice or for
+    nothing.
+    """
+
+    def __init__(self, name: str, device: DeviceBinding, failures: FailureDesk, on_end: Callable[[], None]) -> None:
+        super().__init__(name, device, failures, on_end)
         self._hints: SimpleQueue[None] = SimpleQueue()
 
     def hint(self) -> None:
@@ -74,19 +114,12 @@ class ParkedThread(OwnThread):
         self._stopping = True
         self.hint()
 
-    def _run_until_stopped(self) -> None:
-        bound = False
+    def _live(self) -> None:
         while True:
-            try:
-                if not bound:
-                    bound = True
-                    self._device.bind_thread()
-                self._serve()
-                if self._stopping:
-                    return
-                self._hints.get()
-            except BaseException as exc:
-                self._failures.thread_failed(self._name, exc)
+            self._serve()
+            if self._stopping:
+                return
+            self._hints.get()
 
     def _serve(self) -> None:
         """Do what there is to do and return."""

@@ -20,7 +20,8 @@ from hicache_sched.burst import Burst
 from hicache_sched.errors import DeviceLostError, HiCacheSchedError, SchedulerClosedError
 from hicache_sched.event_set import EventSet
 from hicache_sched.load_op import LoadOp
-from hicache_sched.op_queue import OpQueue
+from hicache_sched.op_queue import IndexList, OpQueue
+from hicache_sched.progress import AnyProgress, Progress
 from hicache_sched.slots import SlotRing
 from hicache_sched.waiting import PENDING, Pending, Waiter, Waits, wake_all
 
@@ -72,7 +73,9 @@ class TransferProtocol:
         # Reentrant, as a coroutine that the garbage collector ends cleans up in the middle of anything.
         self._lock = threading.RLock()
         self._lifecycle = Lifecycle.NEW
-        self._queue = OpQueue(self.pool_names)
+        self._new_progress: Callable[[], AnyProgress] = Progress
+        self._new_indices: Callable[[], IndexList | None] = _no_indices
+        self._queue = self._new_queue()
         self._slots: SlotRing | None = None
         self._turn: weakref.ref[Turn] | None = None
         self._resetting = False
@@ -92,9 +95,22 @@ class TransferProtocol:
     def lifecycle(self) -> Lifecycle:
         return self._lifecycle
 
-    def start(self, slots: SlotRing) -> None:
+    def start(
+        self,
+        slots: SlotRing,
+        new_progress: Callable[[], AnyProgress] = Progress,
+        new_indices: Callable[[], IndexList | None] | None = None,
+    ) -> None:
+        """
+        :param new_progress: makes what bursts keep their progress in.
+        :param new_indices: makes what keeps the indices of load ops.
+        """
         with self._lock:
             self._slots = slots
+            self._new_progress, self._new_indices = new_progress, new_indices or _no_indices
+            loaded, self._queue = self._queue.ops, self._new_queue()
+            for op in loaded:
+                self._queue.append(op, self.pool_names[0])
             self._lifecycle = Lifecycle.RUNNING
 
     def begin_close(self) -> bool:
@@ -113,6 +129,7 @@ class TransferProtocol:
         """False if another close has finished it."""
         with self._lock:
             first = self._lifecycle is not Lifecycle.CLOSED
+            self._new_progress, self._new_indices = Progress, _no_indices
             self._lifecycle = Lifecycle.CLOSED
         self.wake()
         return first
@@ -161,8 +178,9 @@ class TransferProtocol:
             if self._resetting or not slot.is_free:
                 return self._register(waiter)
             number, generation = self._bursts_handed_out + 1, slot.generation + 1
-            burst = Burst(number, slot, generation, self._queue, self.num_layers, waits)
-            empty, after_next = OpQueue(self.pool_names), self._slots.after_next
+            progress = self._new_progress()
+            burst = Burst(number, slot, generation, self._queue, self.num_layers, waits, progress)
+            empty, after_next = self._new_queue(), self._slots.after_next
             # Ctrl-C interrupts CPython after a call, so all of these or none.
             self._bursts_handed_out, slot.generation, slot.burst = number, generation, burst
             self._slots.next_index, self._queue, self._unlaunched = after_next, empty, burst
@@ -223,7 +241,7 @@ class TransferProtocol:
         with self._lock:
             if not self._is_drained:
                 return self._register(waiter)
-            self._queue = OpQueue(self.pool_names)
+            self._queue = self._new_queue()
             self._acks.clear()
             if self._slots is not None:
                 self._slots.restart()
@@ -355,6 +373,9 @@ class TransferProtocol:
         turn = None if self._turn is None else self._turn()
         return None if turn is None or turn.over else turn
 
+    def _new_queue(self) -> OpQueue:
+        return OpQueue(self.pool_names, self._new_indices())
+
     @property
     def _is_drained(self) -> bool:
         return not self._alive
@@ -365,7 +386,7 @@ class TransferProtocol:
 
     @property
     def _num_queued(self) -> int:
-        return sum(not burst.begun for burst in self._alive if not burst.ended)
+        return sum(not burst.progress.begun for burst in self._alive if not burst.ended)
 
     def _register(self, waiter: Waiter | None) -> Pending:
         if waiter is not None:
@@ -379,3 +400,7 @@ class TransferProtocol:
                 "the scheduler is closing: a burst may still be under way on its h2d stream; "
                 "load again once close() has returned"
             )
+
+
+def _no_indices() -> None:
+    return None

@@ -23,12 +23,20 @@ from hicache_sched.event_set import EventSetPool
 from hicache_sched.failure import FailureDesk
 from hicache_sched.hand_out import HandOut, SlotWait, slot_wait
 from hicache_sched.handle import LoadHandle
-from hicache_sched.in_flight import LayersInFlight
+from hicache_sched.in_flight import InFlight, LayersInFlight, max_layers_in_flight
 from hicache_sched.job import Jobs
 from hicache_sched.landing import BurstEnd, InlineObserver, LandingObserver
 from hicache_sched.load_op import LoadOp
 from hicache_sched.log import say
 from hicache_sched.loop_thread import LoopThread, loop_factory
+from hicache_sched.native_plane import (
+    NativeDataPlane,
+    NativeLandingObserver,
+    NativeLayersInFlight,
+    NativePlane,
+    NoNativePlane,
+    native_plane_for,
+)
 from hicache_sched.op_queue import check_op
 from hicache_sched.protocol import Lifecycle, TransferProtocol, Turn
 from hicache_sched.slots import SlotRing
@@ -118,31 +126,50 @@ class TransferScheduler:
         if runs_async:
             self.index_stream = device.new_stream()
         self._backend.bind(self)
-        event_sets = self._event_sets = EventSetPool(device, protocol.num_layers)
-        failures = self._failures = FailureDesk(protocol, device, self.h2d_stream)
-        in_flight = LayersInFlight(
+        max_layers = max_layers_in_flight(
             config.h2d_queue_ops, config.num_slots, ops_per_layer=getattr(self._backend, "ops_per_layer", 1)
         )
+        native_plane = self._choose_plane(max_layers)
+        handles_for = self.h2d_stream if isinstance(native_plane, NativePlane) else None
+        event_sets = self._event_sets = EventSetPool(device, protocol.num_layers, handles_for)
+        failures = self._failures = FailureDesk(protocol, device, self.h2d_stream)
+        in_flight: InFlight = LayersInFlight(max_layers)
+        if isinstance(native_plane, NativePlane):
+            in_flight = NativeLayersInFlight(native_plane)
+            event_sets.stock(config.num_slots)
         self._submission = Submission(
             device, self._backend, self.h2d_stream, self.index_stream, event_sets, failures, in_flight
         )
-        burst_end = BurstEnd(protocol, self._backend, event_sets, failures)
+        burst_end = BurstEnd(protocol, self._backend, self.h2d_stream, event_sets, failures)
         self._inline_observer = InlineObserver(failures, protocol, self.h2d_stream, burst_end, self._delivery.run)
         self._polled = PolledWaits(self._guard, self._inline_observer)
         event_loop: str | None = None
         if runs_async:
             make_loop, event_loop = loop_factory(config.event_loop)
             jobs = Jobs(protocol, self._delivery, config.stall_log_interval)
-            name, on_end = config.thread_name, self._thread_ended
-            self._threads = Threads(
-                loop=LoopThread(name, make_loop, jobs, failures, on_end),
-                jobs=jobs,
-                plane=PythonDataPlane(f"{name}-worker", device, failures, on_end, self._submission),
-                observer=LandingObserver(
-                    f"{name}-observer", device, failures, on_end, protocol, self.h2d_stream, burst_end
-                ),
-            )
-        protocol.start(SlotRing(config.num_slots, device))
+            on_end = self._thread_ended
+            worker, observer = self._thread_names
+            if isinstance(native_plane, NativePlane):
+                self._threads = Threads(
+                    loop=LoopThread(config.thread_name, make_loop, jobs, failures, on_end, native_plane),
+                    jobs=jobs,
+                    plane=NativeDataPlane(worker, device, failures, on_end, self._submission, protocol, native_plane),
+                    observer=NativeLandingObserver(
+                        observer, device, failures, on_end, protocol, native_plane, burst_end
+                    ),
+                )
+            else:
+                self._threads = Threads(
+                    loop=LoopThread(config.thread_name, make_loop, jobs, failures, on_end),
+                    jobs=jobs,
+                    plane=PythonDataPlane(worker, device, failures, on_end, self._submission),
+                    observer=LandingObserver(observer, device, failures, on_end, protocol, burst_end),
+                )
+        slots = SlotRing(config.num_slots, device)
+        if isinstance(native_plane, NativePlane):
+            protocol.start(slots, native_plane.new_progress, native_plane.new_indices)
+        else:
+            protocol.start(slots)
         if self._threads is not None:
             self._threads.start()
             stop_at_exit(self)
@@ -151,6 +178,7 @@ class TransferScheduler:
             "scheduler_started",
             mode=config.mode,
             plane=self._plane_name,
+            plane_reason=native_plane.reason if isinstance(native_plane, NoNativePlane) else None,
             event_loop=event_loop,
             num_slots=config.num_slots,
             device=device.name,
@@ -349,7 +377,35 @@ class TransferScheduler:
 
     @property
     def _plane_name(self) -> str:
-        return "inline" if self._config.mode == "inline" or self._is_inline else PythonDataPlane.name
+        if self._config.mode == "inline" or self._is_inline:
+            return "inline"
+        return "none" if self._threads is None else self._threads.plane.name
+
+    @property
+    def _thread_names(self) -> tuple[str, str]:
+        """Of the data plane and the landing observer."""
+        name = self._config.thread_name
+        return f"{name}-worker", f"{name}-observer"
+
+    def _choose_plane(self, max_layers: int) -> NativePlane | NoNativePlane | None:
+        """The native data plane, or why there is none; None where nobody asks."""
+        config = self._config
+        if config.mode == "inline":
+            return None
+        if config.plane == "python":
+            return NoNativePlane('plane="python"')
+        plane = native_plane_for(
+            self.device,
+            self._backend,
+            self.h2d_stream,
+            self.index_stream,
+            max_layers,
+            self._thread_names,
+            plans=config.plane == "auto",
+        )
+        if config.plane == "native" and isinstance(plane, NoNativePlane):
+            raise HiCacheSchedError(f'plane="native" cannot be had: {plane.reason}; set plane="auto"')
+        return plane
 
     @property
     def _waits(self) -> Waits:

@@ -13,7 +13,7 @@ from hicache_sched.device.runtime import Stream
 from hicache_sched.errors import SchedulerClosedError
 from hicache_sched.event_set import EventSet, EventSetPool
 from hicache_sched.failure import FailureDesk
-from hicache_sched.in_flight import LayersInFlight
+from hicache_sched.in_flight import InFlight
 
 
 class Submission:
@@ -31,7 +31,7 @@ class Submission:
         index_stream: Stream,
         event_sets: EventSetPool,
         failures: FailureDesk,
-        in_flight: LayersInFlight,
+        in_flight: InFlight,
     ) -> None:
         self._device = device
         self._backend = backend
@@ -66,6 +66,7 @@ class Submission:
         events = self._begin(burst)
         if events is None:
             return
+        assert burst.start_event is not None
         try:
             with burst.thread_modes():
                 prepared = self._prepare_behind_start(burst)
@@ -106,24 +107,33 @@ class Submission:
     def abandon(self, burst: Burst) -> None:
         """Fail a burst whose submission was interrupted at a point that nothing is known about."""
         interrupted = RuntimeError("the data plane's thread was interrupted while it submitted the burst")
-        if burst.events is None:
+        if not burst.progress.begun:
             self._failures.burst_failed(burst, burst.plane_stage, None, interrupted)
         elif burst.error is None:
-            self._fail(burst, burst.events, interrupted, self._in_flight)
+            self._fail(burst, _events(burst), interrupted, self._in_flight)
         burst.mark_submitted()
+
+    def fail(self, burst: Burst, error: BaseException) -> None:
+        """Fail a burst that has begun and that is not submitted any further; on the data plane's thread."""
+        self._fail(burst, _events(burst), error, self._in_flight)
+        burst.mark_submitted()
+
+    def take_events(self, burst: Burst) -> None:
+        """Give the burst its events, if it has none yet."""
+        if burst.events is None:
+            burst.events = self._event_sets.take()
 
     def _begin(self, burst: Burst) -> EventSet | None:
         try:
-            events = self._event_sets.take()
+            self.take_events(burst)
         except BaseException as exc:
             self._failures.burst_failed(burst, "queued", None, exc)
             burst.mark_submitted()
             if not isinstance(exc, Exception):
                 raise
             return None
-        if burst.begin(events):
-            return events
-        self._event_sets.give_back(events)
+        if burst.begin():
+            return burst.events
         burst.mark_submitted()
         return None
 
@@ -141,7 +151,7 @@ class Submission:
         with self._device.use_stream(self._index_stream):
             return self._backend.prepare(ops)
 
-    def _submit_layers(self, burst: Burst, prepared: Any, events: EventSet, in_flight: LayersInFlight | None) -> None:
+    def _submit_layers(self, burst: Burst, prepared: Any, events: EventSet, in_flight: InFlight | None) -> None:
         """The h2d stream is current and behind start and fence.
 
         :param in_flight: what to keep within bounds; None where the thread has nothing better to do than to wait in
@@ -161,9 +171,9 @@ class Submission:
             if in_flight is not None:
                 in_flight.add(burst, layer)
         events.ack_finish.record(self._h2d_stream)
-        burst.finish_recorded = True
+        burst.progress.mark_finish_recorded()
 
-    def _fail(self, burst: Burst, events: EventSet, error: BaseException, in_flight: LayersInFlight | None) -> None:
+    def _fail(self, burst: Burst, events: EventSet, error: BaseException, in_flight: InFlight | None) -> None:
         """Fail the burst at the layer that is not enqueued.
 
         An engine may wait on the raw events of layers that were not submitted: those are recorded behind what was,
@@ -185,6 +195,11 @@ class Submission:
                     events.layers[number].record(self._h2d_stream)
             with suppress(Exception):
                 events.ack_finish.record(self._h2d_stream)
-                burst.finish_recorded = True
+                burst.progress.mark_finish_recorded()
         finally:
             self._failures.burst_failed(burst, stage, layer, error)
+
+
+def _events(burst: Burst) -> EventSet:
+    assert burst.events is not None, "a burst that has begun has events"
+    return burst.events

@@ -9,6 +9,7 @@ from hicache_sched.data_plane import PythonDataPlane
 from hicache_sched.job import Jobs
 from hicache_sched.landing import LandingObserver
 from hicache_sched.loop_thread import LoopThread
+from hicache_sched.native_plane import NativeDataPlane, NativeLandingObserver
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,8 @@ class Threads:
 
     loop: LoopThread
     jobs: Jobs
-    plane: PythonDataPlane
-    observer: LandingObserver
+    plane: PythonDataPlane | NativeDataPlane
+    observer: LandingObserver | NativeLandingObserver
 
     @property
     def is_current(self) -> bool:

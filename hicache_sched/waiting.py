@@ -19,8 +19,9 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import Enum
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
+from hicache_sched import native
 from hicache_sched.errors import HiCacheSchedError, SchedulerClosedError, TransferTimeoutError
 
 T = TypeVar("T")
@@ -96,6 +97,31 @@ class ThreadWaiter:
         self._gate.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
 
 
+class NativeWaiter:
+    """A thread that waits for a layer of a burst whose data plane is native, and is woken by that without the GIL.
+
+    :param progress: the native burst.
+    :param landed: whether it waits for the layer to land, or to be enqueued.
+    """
+
+    __slots__ = ("_sleeper", "forget", "name")
+
+    def __init__(self, progress: Any, landed: bool, layer: int) -> None:
+        self.forget: Callable[[Waiter], None] | None = None
+        self.name = threading.current_thread().name
+        self._sleeper = native.module.Sleeper(progress, landed, layer)
+
+    def wake(self) -> None:
+        self._sleeper.wake()
+
+    def sleep(self, timeout: float | None) -> None:
+        """As `ThreadWaiter.sleep`; for a moment it keeps a core busy, as a layer often gets there at once."""
+        self._sleeper.sleep(timeout)
+
+
+BlockedWaiter = ThreadWaiter | NativeWaiter
+
+
 class LoopWaiter:
     """A coroutine that awaits `future`; one use, made on its loop's thread."""
 
@@ -125,10 +151,13 @@ class LoopWaiter:
 class Waits(Protocol):
     """How to wait for a look to find something."""
 
-    def block(self, look: Look[T], timeout: float | None, what: str) -> T:
+    def block(
+        self, look: Look[T], timeout: float | None, what: str, waiter: Callable[[], BlockedWaiter] = ThreadWaiter
+    ) -> T:
         """Look until something is found, blocking the calling thread.
 
         :param what: completes "timed out after ... s waiting for ..."
+        :param waiter: makes what the thread sleeps on.
         :raises TransferTimeoutError: `timeout` seconds are over.
         :raises SchedulerClosedError: called in a forked child.
         """
@@ -171,26 +200,32 @@ class NotifiedWaits:
     def __init__(self, guard: ForkGuard) -> None:
         self._guard = guard
 
-    def block(self, look: Look[T], timeout: float | None, what: str) -> T:
+    def block(
+        self,
+        look: Look[T],
+        timeout: float | None,
+        what: str,
+        waiter: Callable[[], BlockedWaiter] = ThreadWaiter,
+    ) -> T:
         self._guard.check()
         found = look(None)
         if found is not PENDING:
             return found
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            waiter = ThreadWaiter()
+            blocked = waiter()
             try:
-                found = look(waiter)
+                found = look(blocked)
                 if found is not PENDING:
                     return found
                 if deadline is None:
-                    waiter.sleep(None)
+                    blocked.sleep(None)
                 elif (remaining := deadline - time.monotonic()) > 0:
-                    waiter.sleep(remaining)
+                    blocked.sleep(remaining)
                 else:
                     raise _timed_out(timeout, what)
             finally:
-                _forget(waiter)
+                _forget(blocked)
 
     async def wait(self, look: Look[T], timeout: float | None, what: str) -> T:
         self._guard.check()
@@ -236,7 +271,9 @@ class PolledWaits:
         self._guard = guard
         self._observer = observer
 
-    def block(self, look: Look[T], timeout: float | None, what: str) -> T:
+    def block(
+        self, look: Look[T], timeout: float | None, what: str, waiter: Callable[[], BlockedWaiter] = ThreadWaiter
+    ) -> T:
         deadline = None if timeout is None else time.monotonic() + timeout
         pause = self.SHORTEST
         while True:

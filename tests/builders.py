@@ -105,10 +105,14 @@ class MakeScheduler(Protocol):
 
 
 class Schedulers:
-    """The schedulers of one test."""
+    """The schedulers of one test.
 
-    def __init__(self, device: EmulatedDevice) -> None:
+    :param plane: their data plane, where nothing else is said and there is one.
+    """
+
+    def __init__(self, device: EmulatedDevice, plane: str = "auto") -> None:
         self._device = device
+        self._plane = plane
         self._made: list[tuple[TransferScheduler, BurstBackend]] = []
 
     def make(
@@ -122,6 +126,9 @@ class Schedulers:
         **config: Any,
     ) -> TransferScheduler:
         backend = backend or LaunchingBackend(self._device)
+        # A device whose calls do something else has no native plane.
+        if type(runtime or self._device) is EmulatedDevice:
+            config.setdefault("plane", self._plane)
         scheduler = TransferScheduler(
             backend,
             runtime=runtime or self._device,

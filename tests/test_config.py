@@ -20,6 +20,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "stall_log_interval": 30.0,
         "thread_name": "hicache-sched",
         "poll_acks": True,
+        "plane": "auto",
         "h2d_queue_ops": 1000,
     }
 
@@ -50,6 +51,8 @@ def test_it_is_frozen() -> None:
     ("thread_name", 7, "thread_name must be a non-empty string, not 7"),
     ("poll_acks", 1, "poll_acks must be a bool, not 1"),
     ("poll_acks", None, "poll_acks must be a bool, not None"),
+    ("plane", "cuda", r"plane must be one of \('auto', 'native', 'python'\), not 'cuda'"),
+    ("plane", None, "plane must be one of"),
     ("h2d_queue_ops", 0, "h2d_queue_ops must be an int of at least 1, not 0"),
     ("h2d_queue_ops", 1e3, "h2d_queue_ops must be an int of at least 1, not 1000.0"),
 ])  # fmt: skip

@@ -6,6 +6,7 @@ import queue
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
@@ -15,13 +16,18 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hicache_sched import LoadHandle, LoadOp, SchedulerConfig, TransferScheduler
+from hicache_sched import LoadHandle, LoadOp, SchedulerConfig, TransferScheduler, native
 from hicache_sched.bench.measure import Series, Side, measure
 from hicache_sched.bench.report import Report, Row
 from hicache_sched.bench.workload import make_op, make_pair
 from hicache_sched.copy import PooledBackend
+from hicache_sched.copy.layers import AddressBuffers, LayerBatches
+from hicache_sched.copy.merge import merge_ops
+from hicache_sched.copy.planner import BurstPlanner
 from hicache_sched.device import EmulatedDevice
 from hicache_sched.device.binding import DeviceBinding
+from hicache_sched.device.copy_batch import CopyBatch
+from hicache_sched.device.emulated import EmulatedEvent
 from hicache_sched.pools import PoolPair
 
 Work = Callable[[], object]
@@ -205,19 +211,20 @@ class _HandleBurst:
 
 
 @contextmanager
-def _scheduled(pair: PoolPair, op: LoadOp, mode: Any) -> Iterator[Way]:
-    with EmulatedDevice() as device:
-        scheduler = TransferScheduler(PooledBackend([pair]), runtime=device, config=SchedulerConfig(mode=mode))
-        with scheduler:
+def _scheduled(pair: PoolPair, op: LoadOp, config: SchedulerConfig) -> Iterator[Way]:
+    with (
+        EmulatedDevice() as device,
+        TransferScheduler(PooledBackend([pair]), runtime=device, config=config) as scheduler,
+    ):
 
-            def hand_out() -> Burst:
-                scheduler.load(op)
-                handle = scheduler.start_loading_sync()
-                assert handle is not None
-                scheduler.pop_acks()
-                return _HandleBurst(handle)
+        def hand_out() -> Burst:
+            scheduler.load(op)
+            handle = scheduler.start_loading_sync()
+            assert handle is not None
+            scheduler.pop_acks()
+            return _HandleBurst(handle)
 
-            yield hand_out
+        yield hand_out
 
 
 class _LoaderBurst:
@@ -257,7 +264,10 @@ def _plain_loader(pair: PoolPair, op: LoadOp) -> Iterator[Way]:
         bursts: queue.SimpleQueue[_LoaderBurst | None] = queue.SimpleQueue()
 
         def load() -> None:
+            unfinished: deque[tuple[Any, Any]] = deque()
             while (burst := bursts.get()) is not None:
+                while unfinished and unfinished[0][1].query():
+                    backend.finish(unfinished.popleft()[0])
                 point.index_stream.wait_event(burst.start)
                 with device.stream(point.index_stream):
                     prepared = backend.prepare([op])
@@ -267,6 +277,7 @@ def _plain_loader(pair: PoolPair, op: LoadOp) -> Iterator[Way]:
                         backend.enqueue_layer(prepared, layer)
                         burst.events[layer].record()
                         burst.flags[layer].set()
+                unfinished.append((prepared, burst.events[-1]))
 
         def hand_out() -> Burst:
             burst = _LoaderBurst(device, pair.num_layers)
@@ -282,14 +293,55 @@ def _plain_loader(pair: PoolPair, op: LoadOp) -> Iterator[Way]:
             thread.join()
 
 
+class _BatchBurst:
+    """A burst that is one operation of the device."""
+
+    def __init__(self, landed: EmulatedEvent) -> None:
+        self._landed = landed
+
+    def has_first_layer(self) -> bool:
+        return self._landed.query()
+
+    def has_landed(self) -> bool:
+        return self._landed.query()
+
+    def wait(self, layer: int) -> None:
+        self._landed.synchronize()
+
+
+@contextmanager
+def _one_operation(pair: PoolPair, op: LoadOp) -> Iterator[Way]:
+    """What nobody can do better: the copies are planned, all layers together, before anything is measured."""
+    with EmulatedDevice() as device:
+        planner = BurstPlanner([pair], [range(pair.num_layers)])
+        plan = planner.plan(merge_ops([op], DeviceBinding(device), [pair.name]))
+        batches = LayerBatches(plan, pair, AddressBuffers(), keep=True)
+        layers = [batch for layer in range(pair.num_layers) if (batch := batches.layer(layer)) is not None]
+        dst, src, sizes = (np.concatenate([layer[part] for layer in layers]) for part in range(3))
+        batch, stream = CopyBatch(dst, src, sizes, plan.num_bytes, pair), device.Stream()
+
+        def hand_out() -> Burst:
+            landed = device.Event(blocking=True)
+            with device.stream(stream):
+                device.enqueue_copies(batch)
+                landed.record()
+            return _BatchBurst(landed)
+
+        yield hand_out
+
+
 WAYS: dict[str, Callable[[PoolPair, LoadOp], AbstractContextManager[Way]]] = {
-    "inline": lambda pair, op: _scheduled(pair, op, "inline"),
+    "copies alone": _one_operation,
+    "inline": lambda pair, op: _scheduled(pair, op, SchedulerConfig(mode="inline")),
     "plain loader thread": _plain_loader,
-    "async, Python plane": lambda pair, op: _scheduled(pair, op, "async"),
+    "async, Python plane": lambda pair, op: _scheduled(pair, op, SchedulerConfig(plane="python")),
 }
+if native.module is not None:
+    WAYS["async, native plane"] = lambda pair, op: _scheduled(pair, op, SchedulerConfig(plane="native"))
 
 NOTES = (
     "the device is emulated: copies are made by the CPU, on a core of their own where there is one",
+    "copies alone: the whole burst as one operation, planned before: what the copies themselves cost here",
     "burst latency: from hand-out to the first step of the engine scheduler that sees the burst landed",
     "the plain loader thread is a FIFO queue, one thread and a flag per layer; it makes the same planned copies",
     "inline: the engine scheduler submits the burst itself, which counts as a pause",

@@ -16,6 +16,24 @@ from hicache_sched.errors import InvalidLoadError
 from hicache_sched.pools import PlaneGeometry, Pool, PoolPair
 
 
+class PlanLayout(NamedTuple):
+    """All that plans of some pool pairs are made from but the indices, as arrays; all int64 and C-contiguous.
+
+    Attributes:
+        pairs: five numbers a pair: tokens of the host and of the device pool, page sizes of both, and tokens of a row
+            that both have.
+        planes: seven numbers a plane: its pair, then on the host and again on the device the bytes from one row of the
+            pool to the next, the rows of the pair in a row of the pool, and the bytes of a row of the pair.
+        src_base: [num_layers, num_planes], addresses on the host; 0 where the layer has no such plane.
+        dst_base: [num_layers, num_planes], the same on the device.
+    """
+
+    pairs: Indices
+    planes: Indices
+    src_base: Indices
+    dst_base: Indices
+
+
 class BurstPlanner:
     """Plans bursts of some pool pairs. What does not depend on the burst is laid out once, here.
 
@@ -36,6 +54,27 @@ class BurstPlanner:
             "dst_stride": _int64s(device.row_stride for _, _, device in planes),
             "pools": _int64s(number for number, _, _ in planes),
         }
+
+    @property
+    def layout(self) -> PlanLayout:
+        """What the native planner makes the same plans from."""
+        pairs = [
+            (
+                pair.host.num_tokens,
+                pair.device.num_tokens,
+                pair.host.page_size,
+                pair.device.page_size,
+                pair.tokens_per_row,
+            )
+            for pair in self._pairs
+        ]
+        planes = [(number, *plane.src, *plane.dst) for number, planes in enumerate(self._planes) for plane in planes]
+        return PlanLayout(
+            pairs=np.array(pairs, dtype=np.int64).ravel(),
+            planes=np.array(planes, dtype=np.int64).ravel(),
+            src_base=self._tables["src_base"],
+            dst_base=self._tables["dst_base"],
+        )
 
     def plan(self, merged: Mapping[str, MergedOps]) -> CopyPlan:
         """Check every index of a burst and say what to copy; touches no pool memory.

@@ -83,6 +83,11 @@ class PooledBackend:
         return None if self._submitter is None else self._submitter.name
 
     @property
+    def planner(self) -> BurstPlanner:
+        """Plans its bursts."""
+        return self._planner
+
+    @property
     def ops_per_layer(self) -> int:
         """Operations of a layer on the stream: one batch, or as many copies as there are planes where they are staged,
         which waits for its buffers anyway."""

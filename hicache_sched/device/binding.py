@@ -53,6 +53,15 @@ class DeviceBinding:
         event: Event = self.runtime.Event(enable_timing=timed, blocking=True)
         return event
 
+    def handle_of(self, event: Event, stream: Stream) -> int:
+        """By which a native data plane knows an event, for as long as the event is there.
+
+        :param stream: where it can be recorded: torch makes an event when that is done for the first time.
+        """
+        if isinstance(self.runtime, EmulatedDevice):
+            return self.runtime.handle_of(event)
+        raise NotImplementedError
+
     def current_stream(self) -> Stream:
         stream: Stream = self.runtime.current_stream(self.index)
         return stream

@@ -240,6 +240,19 @@ class EmulatedDevice:
         self._core.drain(stream)
         return results
 
+    def handle_of(self, event: Any) -> int:
+        """By which a native data plane knows an event of this device."""
+        return native.module.address_of(event._core)  # type: ignore[no-any-return]
+
+    def plane_device(self, h2d_stream: EmulatedStream, index_stream: EmulatedStream, names: tuple[str, str]) -> Any:
+        """This device, as a native data plane calls it; None where its core is not native.
+
+        :param names: of the two threads that will, the submitting one and the observing one.
+        """
+        if not isinstance(self._core, NativeCore):
+            return None
+        return self._core.plane_device(h2d_stream._core, index_stream._core, names)
+
     # -- for tests ------------------------------------------------------------------------------------------
 
     def hold(self, engine: EngineName) -> None:

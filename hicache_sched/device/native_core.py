@@ -113,6 +113,10 @@ class NativeCore:
         if stream.runs_inline:
             self._run_inline(operation, work)
 
+    def plane_device(self, h2d: NativeStream, index: NativeStream, names: tuple[str, str]) -> Any:
+        """The device, as a native data plane calls it."""
+        return self._native.plane_device(h2d.handle, index.handle, *names)
+
     # -- how far it has got -----------------------------------------------------------------------------------
 
     def is_done(self, event: Any) -> bool:

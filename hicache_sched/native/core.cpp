@@ -37,12 +37,6 @@ void make_anew(Object& object) {
 
 }  // namespace
 
-double now() {
-  timespec time{};
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
-}
-
 Core::Core(const double bandwidths[kEngines], std::size_t queue_depth) : queue_depth_(queue_depth) {
   const SignalsBlocked inherited;
   try {

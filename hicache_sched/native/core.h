@@ -5,8 +5,6 @@
 // Operations that are calls of the owner's are done by threads of the owner's, which ask for them with next_call.
 #pragma once
 
-#include <semaphore.h>
-
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -20,6 +18,7 @@
 #include <vector>
 
 #include "copy.h"
+#include "waiter.h"
 
 namespace hicache {
 
@@ -28,22 +27,6 @@ struct Engine;
 struct Stream;
 
 constexpr int kEngines = 3;  // compute, h2d, d2h
-
-double now();  // seconds, as Python's time.monotonic
-
-// Whoever blocks does so on one of these, not on a condition variable: a signal interrupts it.
-class Waiter {
- public:
-  Waiter() { sem_init(&semaphore_, 0, 0); }
-  ~Waiter() { sem_destroy(&semaphore_); }
-  Waiter(const Waiter&) = delete;
-  Waiter& operator=(const Waiter&) = delete;
-  void wake() { sem_post(&semaphore_); }
-  bool sleep() { return sem_wait(&semaphore_) == 0; }  // false where a signal came first
-
- private:
-  sem_t semaphore_;
-};
 
 // One recording of an event. Waits hold the recording, so a later one does not move them.
 struct Record {

@@ -3,15 +3,16 @@
 // make calls know the core by a capsule of its own (`calls`), so that a Core which nobody refers to is collected.
 #include "core_type.h"
 
-#include <unistd.h>
-
 #include <exception>
 #include <memory>
 #include <utility>
 #include <vector>
 
 #include "arrays.h"
+#include "capsules.h"
 #include "core.h"
+#include "emulated_plane.h"
+#include "gil.h"
 
 namespace hicache {
 namespace {
@@ -27,50 +28,7 @@ struct CoreObject {
   bool may_block;  // whether putting something on a stream may block
 };
 
-// -- capsules --------------------------------------------------------------------------------------------------------
-
-template <typename T>
-struct Name;
-template <>
-struct Name<Stream> {
-  static constexpr const char* value = "hicache_sched.stream";
-};
-template <>
-struct Name<Record> {
-  static constexpr const char* value = "hicache_sched.record";
-};
-template <>
-struct Name<Event> {
-  static constexpr const char* value = "hicache_sched.event";
-};
-template <>
-struct Name<Core> {
-  static constexpr const char* value = "hicache_sched.calls";
-};
-template <>
-struct Name<Operation> {
-  static constexpr const char* value = "hicache_sched.operation";
-};
-
-template <typename T>
-PyObject* wrap(std::shared_ptr<T> value) {
-  if (!value) {
-    Py_RETURN_NONE;
-  }
-  auto* held = new std::shared_ptr<T>(std::move(value));
-  PyObject* capsule = PyCapsule_New(held, Name<T>::value, [](PyObject* self) {
-    delete static_cast<std::shared_ptr<T>*>(PyCapsule_GetPointer(self, Name<T>::value));
-  });
-  if (capsule == nullptr) {
-    delete held;
-  }
-  return capsule;
-}
-
-template <typename T>
-const std::shared_ptr<T>* unwrap(PyObject* capsule) {
-  return static_cast<const std::shared_ptr<T>*>(PyCapsule_GetPointer(capsule, Name<T>::value));
-}
+// -- operations -------------------------------------------------------------------------------------------------------
 
 // An inline operation whose owner has gone, by an exception at any place, is abandoned: its engine goes on.
 struct OwnedOperation {
@@ -95,55 +53,12 @@ PyObject* wrap_operation(std::shared_ptr<Operation> operation, const CorePtr& co
   return capsule;
 }
 
-template <>
-const std::shared_ptr<Operation>* unwrap<Operation>(PyObject* capsule) {
+const std::shared_ptr<Operation>* operation_of(PyObject* capsule) {
   auto* owned = static_cast<OwnedOperation*>(PyCapsule_GetPointer(capsule, Name<Operation>::value));
   return owned == nullptr ? nullptr : &owned->operation;
 }
 
-// -- the GIL ---------------------------------------------------------------------------------------------------------
-
-#if PY_VERSION_HEX >= 0x030d0000
-bool is_finalizing() { return Py_IsFinalizing() != 0; }
-#else
-bool is_finalizing() { return _Py_IsFinalizing() != 0; }
-#endif
-
-// Once the interpreter ends, a thread that asks for the GIL is ended in the middle of these frames, before CPython 3.14;
-// it sleeps instead, for the moment that is left.
-void take_gil(PyThreadState* state) {
-  while (is_finalizing()) {
-    pause();
-  }
-  PyEval_RestoreThread(state);
-}
-
-class WithoutGil {
- public:
-  // The thread that ends the interpreter keeps the GIL: it is the last that needs it.
-  WithoutGil() : state_(is_finalizing() ? nullptr : PyEval_SaveThread()) {}
-  ~WithoutGil() noexcept(false) {  // where the thread is ended all the same, by unwinding
-    if (state_ != nullptr) {
-      take_gil(state_);
-    }
-  }
-  WithoutGil(const WithoutGil&) = delete;
-  WithoutGil& operator=(const WithoutGil&) = delete;
-
-  // For a wait that a signal has interrupted: whether to go on, which Python's handlers say.
-  bool go_on() {
-    if (state_ == nullptr) {
-      return true;
-    }
-    take_gil(state_);
-    const bool goes_on = PyErr_CheckSignals() == 0;
-    state_ = PyEval_SaveThread();
-    return goes_on;
-  }
-
- private:
-  PyThreadState* state_;
-};
+// -- blocking --------------------------------------------------------------------------------------------------------
 
 template <typename Block>
 PyObject* blocking(Block block) {
@@ -178,13 +93,6 @@ auto put(PyObject* self, Put do_put) {
   }
   WithoutGil without;
   return do_put([&without] { return without.go_on(); });
-}
-
-bool check_count(Py_ssize_t given, Py_ssize_t wanted) {
-  if (given != wanted) {
-    PyErr_Format(PyExc_TypeError, "takes %zd arguments, not %zd", wanted, given);
-  }
-  return given == wanted;
 }
 
 bool engine_number(PyObject* object, int& number) {
@@ -346,12 +254,12 @@ PyObject* submit(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
 
 PyObject* await_turn(PyObject* self, PyObject* operation) {
   Core& core = core_of(self);
-  const auto* held = unwrap<Operation>(operation);
+  const auto* held = operation_of(operation);
   return held == nullptr ? nullptr : blocking([&](const GoOn& go_on) { return core.await_turn(*held, go_on); });
 }
 
 PyObject* abandon(PyObject* self, PyObject* operation) {
-  const auto* held = unwrap<Operation>(operation);
+  const auto* held = operation_of(operation);
   if (held == nullptr) {
     return nullptr;
   }
@@ -361,7 +269,7 @@ PyObject* abandon(PyObject* self, PyObject* operation) {
 }
 
 PyObject* complete_on(Core& core, PyObject* operation) {
-  const auto* held = unwrap<Operation>(operation);
+  const auto* held = operation_of(operation);
   if (held == nullptr) {
     return nullptr;
   }
@@ -529,6 +437,22 @@ PyObject* address_of(PyObject*, PyObject* event) {
   return held == nullptr ? nullptr : PyLong_FromVoidPtr(held->get());
 }
 
+// plane_device(h2d stream, index stream, name of the submitting thread, name of the observing one)
+PyObject* plane_device(PyObject* self, PyObject* args) {
+  PyObject *h2d = nullptr, *index = nullptr;
+  const char *submitter = nullptr, *observer = nullptr;
+  if (!PyArg_ParseTuple(args, "OOss", &h2d, &index, &submitter, &observer)) {
+    return nullptr;
+  }
+  const auto* h2d_ptr = unwrap<Stream>(h2d);
+  const auto* index_ptr = h2d_ptr == nullptr ? nullptr : unwrap<Stream>(index);
+  if (index_ptr == nullptr) {
+    return nullptr;
+  }
+  const CorePtr& core = *reinterpret_cast<CoreObject*>(self)->core;
+  return wrap<PlaneDevice>(std::make_shared<EmulatedPlaneDevice>(core, *h2d_ptr, *index_ptr, submitter, observer));
+}
+
 PyObject* stop(PyObject* self, PyObject*) {
   core_of(self).stop();
   core_of(self);
@@ -548,11 +472,6 @@ PyObject* join(PyObject* self, PyObject*) {
 PyObject* forget_threads(PyObject* self, PyObject*) {
   (*reinterpret_cast<CoreObject*>(self)->core)->forget_threads();
   Py_RETURN_NONE;
-}
-
-template <typename Function>
-PyCFunction fast(Function function) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
 PyMethodDef methods[] = {
@@ -579,6 +498,7 @@ PyMethodDef methods[] = {
     {"fail_next", fast(fail_next), METH_FASTCALL, nullptr},
     {"trace_calls", trace_calls, METH_NOARGS, nullptr},
     {"take_traced", take_traced, METH_NOARGS, nullptr},
+    {"plane_device", plane_device, METH_VARARGS, nullptr},
     {"stop", stop, METH_NOARGS, nullptr},
     {"join", join, METH_NOARGS, nullptr},
     {"forget_threads", forget_threads, METH_NOARGS, nullptr},

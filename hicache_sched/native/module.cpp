@@ -2,6 +2,8 @@
 #include "arrays.h"
 #include "copy.h"
 #include "core_type.h"
+#include "plane_type.h"
+#include "planner_type.h"
 
 namespace {
 
@@ -39,7 +41,8 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "hicache_sched._native", nullpt
 
 PyMODINIT_FUNC PyInit__native() {
   PyObject* module = PyModule_Create(&definition);
-  if (module != nullptr && !hicache::add_core_type(module)) {
+  if (module != nullptr && !(hicache::add_core_type(module) && hicache::add_planner_type(module) &&
+                             hicache::add_plane_types(module))) {
     Py_CLEAR(module);
   }
   return module;

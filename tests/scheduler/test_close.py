@@ -307,6 +307,7 @@ def test_a_burst_whose_events_cannot_be_made_fails_and_does_not_hold_it_up(
         raise RuntimeError("out of events")
 
     monkeypatch.setattr(device, "Event", out_of_events)
+    scheduler._event_sets._free.clear()
     handle = hand_out(scheduler, 1)
     with pytest.raises(LoadFailedError, match="out of events"):
         handle.result(timeout=30)
@@ -488,7 +489,7 @@ async def test_async_with_starts_and_closes_without_blocking_the_loop(
 
 @pytest.mark.parametrize("mode", ["async", "inline"])
 def test_start_and_stop_are_said_with_what_it_runs_on(
-    device: EmulatedDevice, make_scheduler: MakeScheduler, mode: str, logs: list[Any]
+    device: EmulatedDevice, make_scheduler: MakeScheduler, plane: str, mode: str, logs: list[Any]
 ) -> None:
     make_scheduler(mode=mode, num_slots=5, event_loop="asyncio").close(timeout=30)
     assert logs == [
@@ -496,7 +497,8 @@ def test_start_and_stop_are_said_with_what_it_runs_on(
             "event": "scheduler_started",
             "log_level": "info",
             "mode": mode,
-            "plane": "python" if mode == "async" else "inline",
+            "plane": plane if mode == "async" else "inline",
+            "plane_reason": 'plane="python"' if (mode, plane) == ("async", "python") else None,
             "event_loop": "asyncio" if mode == "async" else None,
             "num_slots": 5,
             "device": "emulated",

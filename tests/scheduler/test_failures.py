@@ -384,7 +384,7 @@ def test_wait_layer_raises_what_the_device_says_only_where_the_burst_does_not_fa
         setup.put(ENQUEUING[-1])
     setup.device.hold("h2d")
     handle = hand_out(setup.scheduler, 1)
-    eventually(lambda: handle._burst.submitted)
+    eventually(lambda: handle._burst.progress.submitted)
     with setup.device.stream(setup.device.Stream()):
         if fails:
             handle.wait_layer(0, WAIT)
@@ -544,7 +544,7 @@ def test_events_that_cannot_be_waited_for_do_not_end_the_burst_before_its_copies
     for name in event_names:
         setup.device.fail("synchronize at once", f"{name} of set 0", RuntimeError("not this one"))
     handle = hand_out(setup.scheduler, 1)
-    eventually(lambda: handle.stale and handle._burst.submitted)
+    eventually(lambda: handle.stale and handle._burst.progress.submitted)
     setup.device.step("h2d", NUM_LAYERS - 1)
     assert not handle.done()
     setup.device.step("h2d", 1)
@@ -571,7 +571,7 @@ def test_events_of_layers_that_were_not_submitted_are_recorded_behind_what_was(s
     setup.device.hold("h2d")
     setup.put(fault)
     handle = hand_out(setup.scheduler, 1)
-    eventually(lambda: handle._burst.submitted and handle.stale)
+    eventually(lambda: handle._burst.progress.submitted and handle.stale)
     assert h2d_work(setup, calls)[-len(RAW_EVENTS) :] == RAW_EVENTS
     setup.device.resume("h2d")
     with pytest.raises(LoadFailedError):
@@ -786,7 +786,7 @@ def test_every_schedule_ends_with_one_right_ack_per_burst(plan: Plan, event_loop
         waiters: list[Future[Any]] = []
         for number, (fault, steps) in enumerate(zip(plan.bursts, plan.steps, strict=True)):
             if fault is not None:
-                eventually(lambda: all(handle._burst.submitted for handle in handles))
+                eventually(lambda: all(handle._burst.progress.submitted for handle in handles))
                 fault.put(Place(device, backend, number, number), RuntimeError(fault.name))
             handle = hand_out(scheduler, number)
             handles.append(handle)
@@ -809,5 +809,5 @@ def test_every_schedule_ends_with_one_right_ack_per_burst(plan: Plan, event_loop
 
 def _let_through(device: FaultyDevice, backend: FaultyBackend, handles: list[LoadHandle], steps: int) -> None:
     """Let `steps` copies through, no more than there will be."""
-    eventually(lambda: all(handle._burst.submitted for handle in handles))
+    eventually(lambda: all(handle._burst.progress.submitted for handle in handles))
     device.step("h2d", min(steps, backend.submitted - len(backend.copied())))

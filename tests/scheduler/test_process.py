@@ -187,7 +187,7 @@ class HeldUntilTheEnd(LaunchingBackend):
 
     @property
     def is_done(self) -> bool:
-        return self.held is not None and self.held._burst.submitted
+        return self.held is not None and self.held._burst.progress.submitted
 
     def stop_at_exit(self) -> None:
         self.gate.set()
@@ -374,12 +374,12 @@ def every_use_raises(scheduler: TransferScheduler, landed: LoadHandle, handle: L
         "exception": handle.exception,
         "add_done_callback": lambda: handle.add_done_callback(never_called),
     }
-    watermark, handle._burst.enqueued = handle._burst.enqueued, 0  # inline mode has enqueued every layer
+    watermark, handle._burst.progress.enqueued = handle._burst.enqueued, 0  # inline mode has enqueued every layer
     for name, use in uses.items():
         print(name)
         with pytest.raises(SchedulerClosedError, match="fork"):
             use()
-    handle._burst.enqueued = watermark
+    handle._burst.progress.enqueued = watermark
 
 
 def child_has_its_own(scheduler: TransferScheduler, landed: LoadHandle, handle: LoadHandle) -> None:

@@ -94,9 +94,15 @@ def tape() -> Iterator[LogTape]:
 
 
 @pytest.fixture
+def plane() -> str:
+    """The native one has a clock of its own, that cannot be stopped; see `test_native_plane`."""
+    return "python"
+
+
+@pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FrozenClock:
     clock = FrozenClock()
-    for module in ("burst", "hand_out", "job"):
+    for module in ("hand_out", "job", "progress"):
         monkeypatch.setattr(f"hicache_sched.{module}.time", clock)
     return clock
 

@@ -35,15 +35,16 @@ NOTHING = SchedulerStats(
 # -- stats --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "plane"), [("async", "python"), ("inline", "inline")])
+@MODES
 def test_fresh_stats_say_the_mode_the_plane_and_that_nothing_happened(
     make_scheduler: MakeScheduler, mode: str, plane: str
 ) -> None:
+    plane = plane if mode == "async" else "inline"
     assert make_scheduler(mode=mode).stats() == dataclasses.replace(NOTHING, mode=mode, plane=plane)
 
 
-def test_stats_before_start_have_no_slots_yet(make_scheduler: MakeScheduler) -> None:
-    assert make_scheduler(start=False).stats() == dataclasses.replace(NOTHING, free_slots=0)
+def test_stats_before_start_have_no_slots_and_no_plane_yet(make_scheduler: MakeScheduler) -> None:
+    assert make_scheduler(start=False).stats() == dataclasses.replace(NOTHING, free_slots=0, plane="none")
 
 
 def test_a_closed_scheduler_says_that_it_works_inline(make_scheduler: MakeScheduler) -> None:
@@ -52,7 +53,9 @@ def test_a_closed_scheduler_says_that_it_works_inline(make_scheduler: MakeSchedu
     assert scheduler.stats() == dataclasses.replace(NOTHING, mode="inline", plane="inline")
 
 
-def test_stats_count_ops_and_bursts_where_they_are(device: EmulatedDevice, make_scheduler: MakeScheduler) -> None:
+def test_stats_count_ops_and_bursts_where_they_are(
+    device: EmulatedDevice, make_scheduler: MakeScheduler, plane: str
+) -> None:
     backend = LaunchingBackend(device)
     scheduler = make_scheduler(backend)
     backend.gate.clear()
@@ -63,7 +66,7 @@ def test_stats_count_ops_and_bursts_where_they_are(device: EmulatedDevice, make_
     scheduler.load(load_op(4))
 
     assert scheduler.stats() == dataclasses.replace(
-        NOTHING, queued_ops=2, bursts_queued=1, bursts_in_flight=1, free_slots=1
+        NOTHING, plane=plane, queued_ops=2, bursts_queued=1, bursts_in_flight=1, free_slots=1
     )
 
 
@@ -121,11 +124,11 @@ def test_a_slot_is_free_once_its_burst_has_landed(device: EmulatedDevice, make_s
     assert scheduler.stats().free_slots == 2
 
 
-def test_totals_go_on_over_a_reset(make_scheduler: MakeScheduler) -> None:
+def test_totals_go_on_over_a_reset(make_scheduler: MakeScheduler, plane: str) -> None:
     scheduler = make_scheduler()
     hand_out(scheduler, 1)
     scheduler.reset(TIMEOUT)
-    assert scheduler.stats() == dataclasses.replace(NOTHING, landed_bursts=1, loaded_tokens=4)
+    assert scheduler.stats() == dataclasses.replace(NOTHING, plane=plane, landed_bursts=1, loaded_tokens=4)
 
 
 # -- idle ---------------------------------------------------------------------------------------------------------

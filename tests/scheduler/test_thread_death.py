@@ -25,9 +25,10 @@ from hicache_sched.event_set import EventSetPool
 from hicache_sched.failure import FailureDesk
 from hicache_sched.job import Jobs
 from hicache_sched.landing import BurstEnd
+from hicache_sched.native_plane import NativePlane
 from hicache_sched.protocol import TransferProtocol
 from hicache_sched.submission import Submission
-from hicache_sched.waiting import LoopWaiter, ThreadWaiter, wake_all
+from hicache_sched.waiting import LoopWaiter, NativeWaiter, ThreadWaiter, wake_all
 from tests.builders import LaunchingBackend, MakeScheduler, hand_out, load_op
 from tests.scheduler.crowd import WAIT, Loops, errors_of, eventually, in_thread, parked_crowd
 
@@ -418,12 +419,18 @@ Where = Literal["before", "after"]
 
 @dataclass(frozen=True)
 class Step:
-    """A step that a thread is interrupted at; `once` if it comes to that once only."""
+    """A step that a thread is interrupted at.
+
+    Attributes:
+        once: whether it comes to that once only.
+        plane: the only data plane that makes it; None for each.
+    """
 
     thread: str
     owner: type
     method: str
     once: bool = False
+    plane: str | None = None
 
     def __str__(self) -> str:
         return f"{self.thread.removeprefix('hicache-sched') or '-loop'} {self.owner.__name__}.{self.method}"[1:]
@@ -456,17 +463,18 @@ STEPS = [
     Step(WORKER, Submission, "submit"),
     Step(WORKER, Submission, "_begin"),
     Step(WORKER, Submission, "_fail", once=True),
-    Step(WORKER, EventSetPool, "take"),
+    Step(WORKER, EventSetPool, "take", plane="python"),
     Step(WORKER, Burst, "begin"),
     Step(WORKER, Burst, "enter_enqueuing"),
     Step(WORKER, Burst, "advance_enqueued"),
     Step(WORKER, Burst, "fail", once=True),
     Step(WORKER, Burst, "mark_submitted"),
     Step(WORKER, FailureDesk, "burst_failed", once=True),
-    Step(WORKER, ThreadWaiter, "wake"),
+    Step(WORKER, ThreadWaiter, "wake", plane="python"),
+    Step(WORKER, NativeWaiter, "wake", once=True, plane="native"),
     Step(WORKER, LoopWaiter, "wake"),
-    Step(OBSERVER, Burst, "look_submitted"),
-    Step(OBSERVER, Burst, "advance_landed"),
+    Step(OBSERVER, Burst, "look_submitted", plane="python"),
+    Step(OBSERVER, Burst, "advance_landed", plane="python"),
     Step(OBSERVER, Burst, "end"),
     Step(OBSERVER, BurstEnd, "end"),
     Step(OBSERVER, TransferProtocol, "oldest_in_flight"),
@@ -482,6 +490,12 @@ STEPS = [
     Step(LOOP, TransferProtocol, "delivered"),
     Step(LOOP, LoopWaiter, "_resolve"),
 ]
+LOOP_STEPS = [
+    Step(LOOP, NativePlane, "hear"),
+    Step(LOOP, Jobs, "wake_reached"),
+    Step(LOOP, Burst, "wake_reached"),
+    Step(LOOP, LoopWaiter, "wake"),
+]
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
@@ -490,8 +504,10 @@ STEPS = [
     [pytest.param(step, nth, id=f"{step} {nth}") for step in STEPS for nth in ((1,) if step.once else (1, 2))],
 )
 def test_a_thread_interrupted_at_a_step_loses_nothing(
-    setup: Setup, loops: Loops, monkeypatch: pytest.MonkeyPatch, step: Step, where: Where, nth: int
+    setup: Setup, loops: Loops, monkeypatch: pytest.MonkeyPatch, plane: str, step: Step, where: Where, nth: int
 ) -> None:
+    if step.plane not in (None, plane):
+        pytest.skip(f"a step of the {step.plane} plane")
     backend, scheduler = setup.backend, setup.scheduler
     with monkeypatch.context() as patch:
         backend.gate.clear()
@@ -516,3 +532,29 @@ def test_a_thread_interrupted_at_a_step_loses_nothing(
         copied = [layer for node, layer in backend.copied() if node == handle.node_ids[0]]
         assert status is AckStatus.FAILED or copied == list(range(NUM_LAYERS)), "ok means that all of it was copied"
     setup.assert_served(*statuses)
+
+
+@pytest.mark.parametrize("plane", ["native"], indirect=True)
+@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize("step", LOOP_STEPS, ids=str)
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_loop_interrupted_while_it_wakes_others_wakes_them_all_the_same(
+    setup: Setup, loops: Loops, monkeypatch: pytest.MonkeyPatch, step: Step, where: Where, nth: int
+) -> None:
+    setup.device.hold("h2d")
+    with monkeypatch.context() as patch:
+        setup.backend.gate.clear()
+        handle = hand_out(setup.scheduler, 1)
+        crowd = parked_crowd(handle, setup.device, loops)
+        setup.backend.gate.set()
+        assert (
+            errors_of([waiter for waiters in crowd.enqueued.values() for waiter in waiters]) == [None] * 2 * NUM_LAYERS
+        )
+        raised = step.interrupt(patch, where, nth)
+        for layer in range(NUM_LAYERS):
+            setup.device.step("h2d")
+            assert errors_of(crowd.layers[layer]) == [None, None]
+        assert raised.is_set()
+    setup.device.resume("h2d")
+    assert errors_of(crowd.everybody) == [None] * len(crowd.everybody)
+    setup.assert_served(AckStatus.OK)

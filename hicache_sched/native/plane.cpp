@@ -1,0 +1,321 @@
+#include "plane.h"
+
+#include <algorithm>
+
+namespace hicache {
+namespace {
+
+// Values of strided memory of the host, one behind the other.
+void gather(std::int64_t* to, const Indices& from, std::size_t count) {
+  const auto* values = reinterpret_cast<const std::int64_t*>(from.address);
+  for (std::size_t i = 0; i < count; ++i) {
+    to[i] = values[static_cast<std::ptrdiff_t>(i) * from.stride];
+  }
+}
+
+}  // namespace
+
+Plane::Plane(std::shared_ptr<PlaneDevice> device, std::shared_ptr<Planner> planner, Bases bases, std::size_t max_layers)
+    : device_(std::move(device)), planner_(std::move(planner)), bases_(std::move(bases)), max_layers_(max_layers) {}
+
+void Plane::hand_over(const BurstPtr& burst, std::int64_t id) {
+  burst->id = id;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    to_submit_.push_back(burst);
+    to_observe_.push_back(burst);
+  }
+  submitter_.wake();
+  observer_->wake();
+}
+
+void Plane::stop() {
+  stopping_ = true;
+  submitter_.wake();
+  observer_->wake();
+}
+
+void Plane::abandon() {
+  abandoned_ = true;
+  stop();
+}
+
+BurstPtr Plane::first(std::deque<BurstPtr>& queue) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return queue.empty() ? nullptr : queue.front();
+}
+
+void Plane::pop(std::deque<BurstPtr>& queue) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  queue.pop_front();
+}
+
+// -- submitting ------------------------------------------------------------------------------------------------------
+
+Plane::Stop Plane::submit() {
+  while (true) {
+    const BurstPtr burst = first(to_submit_);
+    if (!burst || abandoned_) {
+      if (stopping_) {
+        return {};
+      }
+      submitter_.sleep();
+      continue;
+    }
+    Progress& progress = burst->progress;
+    if (!progress.is_submitted()) {
+      if (progress.has_begun()) {
+        return {burst, Stop::kInterrupted, {}};
+      }
+      if (burst->needs_owner && !progress.is_given_up()) {
+        return {burst, Stop::kNeedsOwner, {}};
+      }
+      if (progress.begin()) {
+        const Status status = load(burst);
+        if (!status.is_ok()) {
+          return {burst, Stop::kFailed, status};
+        }
+      }
+      progress.mark_submitted();
+    }
+    pop(to_submit_);
+  }
+}
+
+Status Plane::load(const BurstPtr& burst) {
+  const Status planned = plan(*burst);
+  if (!planned.is_ok()) {
+    return planned;
+  }
+  burst->progress.mark_planned();
+  return submit_layers(burst);
+}
+
+// The indices are read on a stream of their own: on the h2d stream that would wait for every earlier burst to land. The
+// thread waits for the start event rather than for the read, as a blocking event sleeps where a read may spin.
+Status Plane::plan(Burst& burst) {
+  const auto& shares = burst.shares;
+  Status status;
+  if (std::any_of(shares.begin(), shares.end(), [](const OpShare& share) { return share.dst.on_device; })) {
+    status = device_->synchronize(burst.start, Caller::kSubmitter);
+  }
+  if (status.is_ok()) {
+    status = device_->wait_on_index_stream(burst.start);
+  }
+  if (status.is_ok()) {
+    status = join_indices(burst);
+  }
+  if (!status.is_ok()) {
+    return status;
+  }
+  shares_.clear();
+  for (const Joined& joined : burst.joined) {
+    const auto num_tokens = static_cast<std::size_t>(joined.op_ends.back());
+    shares_.push_back({joined.pair, burst.indices->data() + joined.src_at, burst.indices->data() + joined.dst_at,
+                       joined.op_ends.data(), joined.op_ends.size(), num_tokens});
+  }
+  if (!planner_->plan(shares_, burst.plan)) {
+    status.kind = Status::kInvalid;
+    return status;
+  }
+  const Plan& plan = burst.plan;
+  const std::size_t num_planes = plan.columns.size();
+  const bool has_all = num_planes == bases_.num_planes;
+  burst.bases.resize(has_all ? 0 : 2 * bases_.num_layers * num_planes);
+  burst.num_bytes = 0;
+  for (std::size_t layer = 0, at = 0; layer < bases_.num_layers; ++layer) {
+    for (std::size_t plane = 0; plane < num_planes; ++plane) {
+      const std::size_t place = layer * bases_.num_planes + plan.columns[plane];
+      burst.num_bytes += bases_.dst[place] != 0 ? plan.plane_bytes[plane] : 0;
+      if (!has_all) {
+        burst.bases[at] = bases_.dst[place];
+        burst.bases[at + bases_.num_layers * num_planes] = bases_.src[place];
+        ++at;
+      }
+    }
+  }
+  return status;
+}
+
+// Where nobody reads the last burst's any more its memory is used again: fresh memory takes longer to be mapped than to
+// be filled.
+Status Plane::join_indices(Burst& burst) {
+  std::vector<OpShare>& shares = burst.shares;
+  std::stable_sort(shares.begin(), shares.end(), [](const OpShare& a, const OpShare& b) { return a.pair < b.pair; });
+  std::size_t total = 0;
+  for (const OpShare& share : shares) {
+    total += 2 * share.num_tokens;
+  }
+  if (indices_ == nullptr || indices_.use_count() > 1 || indices_->size() < total) {
+    indices_ = std::make_shared<std::vector<std::int64_t>>(total);
+  }
+  burst.indices = indices_;
+  burst.joined.clear();
+  reads_.clear();
+  const auto bring = [&](const Indices& from, std::size_t to, std::size_t count) {
+    std::int64_t* place = burst.indices->data() + to;
+    if (from.on_device) {
+      reads_.push_back({place, from.address, from.stride, count});
+    } else {
+      gather(place, from, count);
+    }
+  };
+  std::size_t at = 0;
+  for (auto share = shares.begin(); share != shares.end();) {
+    const auto last =
+        std::find_if(share, shares.end(), [&](const OpShare& other) { return other.pair != share->pair; });
+    Joined joined;
+    joined.pair = share->pair;
+    std::int64_t end = 0;
+    for (auto op = share; op != last; ++op) {
+      joined.op_ends.push_back(end += static_cast<std::int64_t>(op->num_tokens));
+    }
+    joined.src_at = at;
+    joined.dst_at = at + static_cast<std::size_t>(end);
+    for (; share != last; ++share) {
+      bring(share->src, at, share->num_tokens);
+      bring(share->dst, at + static_cast<std::size_t>(end), share->num_tokens);
+      at += share->num_tokens;
+    }
+    at += static_cast<std::size_t>(end);
+    burst.joined.push_back(std::move(joined));
+  }
+  return reads_.empty() ? Status{} : device_->read(reads_, burst.indices);
+}
+
+Status Plane::submit_layers(const BurstPtr& burst) {
+  Progress& progress = burst->progress;
+  const Plan& plan = burst->plan;
+  const std::size_t num_planes = plan.columns.size(), num_layers = burst->num_layers;
+  const std::int64_t* dst_base = burst->bases.empty() ? bases_.dst.data() : burst->bases.data();
+  const std::int64_t* src_base =
+      burst->bases.empty() ? bases_.src.data() : burst->bases.data() + num_layers * num_planes;
+  Status status = device_->wait_on_h2d_stream(burst->start);
+  if (status.is_ok() && burst->fence != 0) {
+    status = device_->wait_on_h2d_stream(burst->fence);
+  }
+  if (status.is_ok()) {
+    status = device_->record(burst->events[0]);
+  }
+  for (std::size_t layer = 0; status.is_ok() && layer < num_layers; ++layer) {
+    if (abandoned_ || progress.is_given_up()) {
+      status.kind = abandoned_ ? Status::kStopped : Status::kGivenUp;
+      return status;
+    }
+    status = make_room();
+    Copies copies{plan.dst_offsets.data(), plan.src_offsets.data(), plan.sizes.data(), plan.sizes.size(),
+                  plan.plane_ends.data(),  dst_base + layer * num_planes, src_base + layer * num_planes, num_planes};
+    std::int64_t nbytes = 0;
+    for (std::size_t plane = 0; plane < num_planes; ++plane) {
+      nbytes += copies.dst_base[plane] != 0 ? plan.plane_bytes[plane] : 0;
+    }
+    if (status.is_ok() && nbytes != 0) {
+      status = device_->copy(copies, nbytes, burst);
+    }
+    if (status.is_ok()) {
+      status = device_->record(burst->events[layer + 1]);
+    }
+    if (status.is_ok()) {
+      const auto number = static_cast<std::int64_t>(layer);
+      progress.advance(kEnqueued, number + 1);
+      add_layer(burst, number);
+    }
+  }
+  if (status.is_ok()) {
+    status = device_->record(burst->events[num_layers + 1]);
+  }
+  if (status.is_ok()) {
+    progress.mark_finish_recorded();
+  }
+  return status;
+}
+
+void Plane::forget_landed() {
+  const auto has_landed = [](const auto& entry) {
+    const Progress& progress = entry.first->progress;
+    return progress.has(kLanded, entry.second) || progress.has_ended();
+  };
+  while (!in_flight_.empty() && has_landed(in_flight_.front())) {
+    in_flight_.pop_front();
+  }
+}
+
+bool Plane::has_room_for(std::size_t layers) {
+  forget_landed();
+  return in_flight_.size() + layers <= max_layers_;
+}
+
+// It waits for half of what is in flight, so that the next layers need not wait each for one.
+Status Plane::make_room() {
+  if (has_room_for(1)) {
+    return {};
+  }
+  for (std::size_t i = 1; i < std::max<std::size_t>(1, max_layers_ / 2); ++i) {
+    in_flight_.pop_front();
+  }
+  const auto [burst, layer] = in_flight_.front();
+  in_flight_.pop_front();
+  // Its events are not recorded again meanwhile: this thread would do it.
+  return burst->progress.has(kLanded, layer) ? Status{} : device_->synchronize(burst->events[layer + 1], Caller::kSubmitter);
+}
+
+// -- landing ---------------------------------------------------------------------------------------------------------
+
+Plane::Stop Plane::observe() {
+  while (true) {
+    const BurstPtr burst = first(to_observe_);
+    if (abandoned_ || (!burst && stopping_)) {
+      return {};
+    }
+    if (!burst) {
+      observer_->sleep();
+    } else {
+      Stop stop = follow(burst);
+      if (!abandoned_) {
+        return stop;
+      }
+    }
+  }
+}
+
+void Plane::pop_observed(std::int64_t id) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!to_observe_.empty() && to_observe_.front()->id == id) {
+    to_observe_.pop_front();
+  }
+}
+
+Plane::Stop Plane::follow(const BurstPtr& burst) {
+  Progress& progress = burst->progress;
+  if (progress.has_ended()) {  // its events may be those of another burst by now
+    return {burst, Stop::kOver, {}};
+  }
+  const auto num_layers = static_cast<std::int64_t>(burst->num_layers);
+  for (auto layer = progress.layers(kLanded); layer < num_layers && !burst->has_failed_on_device; ++layer) {
+    if (!await_enqueued(*burst, layer)) {
+      break;
+    }
+    const Status status = device_->synchronize(burst->events[layer + 1], Caller::kObserver);
+    if (!status.is_ok()) {
+      return {burst, Stop::kFailed, status};
+    }
+    progress.advance(kLanded, layer + 1);
+  }
+  await_enqueued(*burst, num_layers);  // no such layer: this waits until the data plane is done
+  Stop stop{burst, Stop::kOver, {}};
+  if (!abandoned_ && progress.has_begun() && progress.is_finish_recorded()) {
+    stop.status = device_->synchronize(burst->events[num_layers + 1], Caller::kObserver);
+  }
+  return stop;
+}
+
+// False where it never will be, or nobody wants to know any more.
+bool Plane::await_enqueued(const Burst& burst, std::int64_t layer) {
+  const Progress& progress = burst.progress;
+  while (!progress.has(kEnqueued, layer) && !progress.is_submitted() && !abandoned_) {
+    observer_->sleep();
+  }
+  return progress.has(kEnqueued, layer) && !abandoned_;
+}
+
+}  // namespace hicache

@@ -1,0 +1,142 @@
+// The native data plane: bursts from hand-out to landed, without Python.
+//
+// Threads: two of the owner's, which have no need of Python meanwhile, live in `submit` and in `observe`; each comes out
+// where it needs its owner, who sees to that and calls again. `submit` takes bursts in the order of `hand_over` and makes
+// every device call of theirs but the waits for landed layers, which `observe` makes. `hand_over`, `stop` and `abandon`
+// are called on any thread and do not block. A burst is everybody's; see progress.h for what of it may be asked when.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "plane_device.h"
+#include "planner.h"
+#include "progress.h"
+
+namespace hicache {
+
+// Token indices of a load op, in memory of the host or of the device.
+struct Indices {
+  std::int64_t address;
+  std::int64_t stride;  // in values
+  bool on_device;       // read in order of the index stream
+};
+
+// What a load op moves through one pair of pools.
+struct OpShare {
+  std::size_t pair;
+  Indices src, dst;
+  std::size_t num_tokens;
+};
+
+// A burst's indices joined, for one pair of pools.
+struct Joined {
+  std::size_t pair;
+  std::vector<std::int64_t> op_ends;
+  std::size_t src_at = 0, dst_at = 0;  // where in the burst's memory for indices
+};
+
+struct Burst {
+  Burst(std::shared_ptr<Doorbell> doorbell, std::shared_ptr<Waiter> observer, std::size_t layers)
+      : progress(std::move(doorbell), std::move(observer)), num_layers(layers) {}
+
+  Progress progress;
+  const std::size_t num_layers;
+
+  // Set before it is handed over.
+  bool is_set_up = false;
+  bool needs_owner = false;  // its indices cannot be read here
+  std::vector<OpShare> shares;
+  Handle start = 0, fence = 0;
+  const Handle* events = nullptr;  // the start of the ack, each layer, its finish: num_layers + 2
+  std::int64_t id = 0;             // by which its owner knows it
+
+  // The submitting thread's; where a burst was refused, its owner's after that.
+  std::vector<Joined> joined;
+  std::shared_ptr<std::vector<std::int64_t>> indices;
+  Plan plan;
+  std::vector<std::int64_t> bases;  // those of the plan's planes where it has not all of them
+  std::int64_t num_bytes = 0;
+
+  std::atomic<bool> has_failed_on_device{false};  // its owner knows: layers are not waited for any more
+};
+
+using BurstPtr = std::shared_ptr<Burst>;
+
+// The base addresses of every plane in each transfer layer, [num_layers, num_planes]; 0 where a layer has none.
+struct Bases {
+  std::size_t num_layers = 0, num_planes = 0;
+  std::vector<std::int64_t> dst, src;
+};
+
+class Plane {
+ public:
+  // What a thread comes out with; no burst where it was told to.
+  struct Stop {
+    enum Why {
+      kTold,
+      kNeedsOwner,   // submit: it has not begun and is the owner's to submit
+      kInterrupted,  // submit: the owner was in the middle of it
+      kFailed,       // either: at the layer that is not enqueued, or has not landed
+      kOver,         // observe: all that was submitted has landed, if it has begun
+    };
+    BurstPtr burst;
+    Why why = kTold;
+    Status status;
+  };
+
+  // max_layers: that may be in flight, see LayersInFlight in Python.
+  Plane(std::shared_ptr<PlaneDevice> device, std::shared_ptr<Planner> planner, Bases bases, std::size_t max_layers);
+
+  BurstPtr new_burst() const { return std::make_shared<Burst>(doorbell_, observer_, bases_.num_layers); }
+  void hand_over(const BurstPtr& burst, std::int64_t id);  // a second time, where the first was interrupted
+  Stop submit();   // blocks
+  Stop observe();  // blocks; the same burst again, until the owner is done with it:
+  void pop_observed(std::int64_t id);
+  void stop();     // submit and observe come out once there is nothing to do
+  void abandon();  // they come out between two operations
+
+  Doorbell& doorbell() const { return *doorbell_; }
+
+  // For an owner who submits on the submitting thread.
+  bool has_room_for(std::size_t layers);
+  Status make_room();  // blocks until one more layer may be submitted
+  void add_layer(const BurstPtr& burst, std::int64_t layer) { in_flight_.emplace_back(burst, layer); }
+
+ private:
+  Status load(const BurstPtr& burst);
+  Status plan(Burst& burst);
+  Status join_indices(Burst& burst);
+  Status submit_layers(const BurstPtr& burst);
+  Stop follow(const BurstPtr& burst);
+  bool await_enqueued(const Burst& burst, std::int64_t layer);
+  void forget_landed();
+  BurstPtr first(std::deque<BurstPtr>& queue);
+  void pop(std::deque<BurstPtr>& queue);
+
+  const std::shared_ptr<PlaneDevice> device_;
+  const std::shared_ptr<Planner> planner_;
+  const Bases bases_;
+  const std::size_t max_layers_;
+  const std::shared_ptr<Doorbell> doorbell_ = std::make_shared<Doorbell>();
+  const std::shared_ptr<Waiter> observer_ = std::make_shared<Waiter>();
+  Waiter submitter_;
+  std::atomic<bool> stopping_{false}, abandoned_{false};
+
+  std::mutex mutex_;  // of the two queues
+  std::deque<BurstPtr> to_submit_, to_observe_;
+
+  // The submitting thread's.
+  std::deque<std::pair<BurstPtr, std::int64_t>> in_flight_;
+  std::shared_ptr<std::vector<std::int64_t>> indices_;
+  std::vector<Read> reads_;
+  std::vector<Share> shares_;
+};
+
+}  // namespace hicache

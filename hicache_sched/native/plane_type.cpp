@@ -1,0 +1,519 @@
+// The native data plane for Python. Methods are called with the GIL; those that block let go of it.
+#include "plane_type.h"
+
+#include <cmath>
+#include <exception>
+#include <limits>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "arrays.h"
+#include "capsules.h"
+#include "gil.h"
+#include "plane.h"
+#include "planner_type.h"
+
+namespace hicache {
+namespace {
+
+PyTypeObject* burst_type = nullptr;
+PyTypeObject* indices_type = nullptr;
+
+// A Python object that holds one of C++.
+template <typename T>
+struct Holder {
+  PyObject_HEAD
+  T* value;
+};
+
+template <typename T>
+T& held(PyObject* self) {
+  return *reinterpret_cast<Holder<T>*>(self)->value;
+}
+
+template <typename T>
+PyObject* hold(PyTypeObject* type, T* value) {
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self == nullptr) {
+    delete value;
+    return nullptr;
+  }
+  reinterpret_cast<Holder<T>*>(self)->value = value;
+  return self;
+}
+
+template <typename T>
+void dealloc(PyObject* self) {
+  delete reinterpret_cast<Holder<T>*>(self)->value;
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+bool as_int64(PyObject* number, std::int64_t& value) {
+  value = PyLong_AsLongLong(number);
+  return value != -1 || PyErr_Occurred() == nullptr;
+}
+
+// -- indices ---------------------------------------------------------------------------------------------------------
+
+using OpShares = std::vector<OpShare>;
+
+PyObject* new_indices(PyTypeObject* type, PyObject*, PyObject*) { return hold(type, new OpShares()); }
+
+// add(pair, src address, src stride, src on device, the same of dst, num_tokens)
+PyObject* add_indices(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  std::int64_t numbers[8];
+  if (!check_count(num_args, 8)) {
+    return nullptr;
+  }
+  for (int i = 0; i < 8; ++i) {
+    if (!as_int64(args[i], numbers[i])) {
+      return nullptr;
+    }
+  }
+  held<OpShares>(self).push_back({static_cast<std::size_t>(numbers[0]),
+                                  {numbers[1], numbers[2], numbers[3] != 0},
+                                  {numbers[4], numbers[5], numbers[6] != 0},
+                                  static_cast<std::size_t>(numbers[7])});
+  Py_RETURN_NONE;
+}
+
+PyMethodDef indices_methods[] = {
+    {"add", fast(add_indices), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyType_Slot indices_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(new_indices)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<OpShares>)},
+    {Py_tp_methods, indices_methods},
+    {0, nullptr},
+};
+
+PyType_Spec indices_spec = {"hicache_sched._native.Indices", sizeof(Holder<OpShares>), 0, Py_TPFLAGS_DEFAULT,
+                            indices_slots};
+
+// -- bursts ----------------------------------------------------------------------------------------------------------
+
+// set_up(start, fence, events, indices): indices are None where the owner is to submit it. Once; a second time, where the
+// first was interrupted, does nothing.
+PyObject* set_up(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  Burst& burst = *held<BurstPtr>(self);
+  if (burst.is_set_up) {
+    Py_RETURN_NONE;
+  }
+  if (!check_count(num_args, 4) || !as_int64(args[0], burst.start) || !as_int64(args[1], burst.fence)) {
+    return nullptr;
+  }
+  Int64s events;
+  if (!events.borrow(args[2], "events")) {
+    return nullptr;
+  }
+  if (events.size() != static_cast<Py_ssize_t>(burst.num_layers) + 2) {
+    PyErr_SetString(PyExc_ValueError, "events must be those of the ack's start, of each layer, and of its finish");
+    return nullptr;
+  }
+  burst.events = events.data();
+  burst.needs_owner = args[3] == Py_None;
+  if (!burst.needs_owner) {
+    if (!Py_IS_TYPE(args[3], indices_type)) {
+      PyErr_SetString(PyExc_TypeError, "indices must be an Indices");
+      return nullptr;
+    }
+    burst.shares = std::move(held<OpShares>(args[3]));
+  }
+  burst.is_set_up = true;
+  Py_RETURN_NONE;
+}
+
+template <bool (Progress::*Ask)() const>
+PyObject* get_flag(PyObject* self, void*) {
+  return PyBool_FromLong((held<BurstPtr>(self)->progress.*Ask)());
+}
+
+template <Mark mark>
+PyObject* get_layers(PyObject* self, void*) {
+  return PyLong_FromLongLong(held<BurstPtr>(self)->progress.layers(mark));
+}
+
+PyObject* get_progress_at(PyObject* self, void*) {
+  return PyFloat_FromDouble(held<BurstPtr>(self)->progress.progress_at());
+}
+
+PyObject* get_num_bytes(PyObject* self, void*) { return PyLong_FromLongLong(held<BurstPtr>(self)->num_bytes); }
+
+template <void (Progress::*Step)()>
+PyObject* step(PyObject* self, PyObject*) {
+  (held<BurstPtr>(self)->progress.*Step)();
+  Py_RETURN_NONE;
+}
+
+template <Mark mark>
+PyObject* advance(PyObject* self, PyObject* layers) {
+  std::int64_t number;
+  if (!as_int64(layers, number)) {
+    return nullptr;
+  }
+  held<BurstPtr>(self)->progress.advance(mark, number);
+  Py_RETURN_NONE;
+}
+
+template <Mark mark>
+PyObject* want(PyObject* self, PyObject* layer) {
+  std::int64_t number;
+  return as_int64(layer, number) ? PyBool_FromLong(held<BurstPtr>(self)->progress.want(mark, number)) : nullptr;
+}
+
+PyObject* begin(PyObject* self, PyObject*) { return PyBool_FromLong(held<BurstPtr>(self)->progress.begin()); }
+
+PyObject* give_up(PyObject* self, PyObject* unless_begun) {
+  const int answer = PyObject_IsTrue(unless_begun);
+  return answer < 0 ? nullptr : PyBool_FromLong(held<BurstPtr>(self)->progress.give_up(answer == 1));
+}
+
+PyObject* fail_on_device(PyObject* self, PyObject*) {
+  held<BurstPtr>(self)->has_failed_on_device = true;
+  Py_RETURN_NONE;
+}
+
+PyObject* int64_bytes(const std::int64_t* values, std::size_t count) {
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(values),
+                                   static_cast<Py_ssize_t>(count * sizeof(std::int64_t)));
+}
+
+// The indices of a burst that was refused, as they were read: (pair, op_ends, src, dst) of each pair, bytes of int64.
+PyObject* read_indices(PyObject* self, PyObject*) {
+  const Burst& burst = *held<BurstPtr>(self);
+  PyObject* list = PyList_New(0);
+  for (const Joined& joined : burst.joined) {
+    const auto count = static_cast<std::size_t>(joined.op_ends.back());
+    const std::int64_t* values = burst.indices->data();
+    PyObject* entry = Py_BuildValue("(nNNN)", static_cast<Py_ssize_t>(joined.pair),
+                                    int64_bytes(joined.op_ends.data(), joined.op_ends.size()),
+                                    int64_bytes(values + joined.src_at, count), int64_bytes(values + joined.dst_at, count));
+    if (entry == nullptr || PyList_Append(list, entry) != 0) {
+      Py_XDECREF(entry);
+      Py_DECREF(list);
+      return nullptr;
+    }
+    Py_DECREF(entry);
+  }
+  return list;
+}
+
+PyGetSetDef burst_getters[] = {
+    {"enqueued", get_layers<kEnqueued>, nullptr, nullptr, nullptr},
+    {"landed", get_layers<kLanded>, nullptr, nullptr, nullptr},
+    {"begun", get_flag<&Progress::has_begun>, nullptr, nullptr, nullptr},
+    {"planned", get_flag<&Progress::is_planned>, nullptr, nullptr, nullptr},
+    {"submitted", get_flag<&Progress::is_submitted>, nullptr, nullptr, nullptr},
+    {"finish_recorded", get_flag<&Progress::is_finish_recorded>, nullptr, nullptr, nullptr},
+    {"progress_at", get_progress_at, nullptr, nullptr, nullptr},
+    {"num_bytes", get_num_bytes, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyMethodDef burst_methods[] = {
+    {"set_up", fast(set_up), METH_FASTCALL, nullptr},
+    {"begin", begin, METH_NOARGS, nullptr},
+    {"give_up", give_up, METH_O, nullptr},
+    {"mark_planned", step<&Progress::mark_planned>, METH_NOARGS, nullptr},
+    {"advance_enqueued", advance<kEnqueued>, METH_O, nullptr},
+    {"advance_landed", advance<kLanded>, METH_O, nullptr},
+    {"mark_finish_recorded", step<&Progress::mark_finish_recorded>, METH_NOARGS, nullptr},
+    {"mark_submitted", step<&Progress::mark_submitted>, METH_NOARGS, nullptr},
+    {"mark_ended", step<&Progress::mark_ended>, METH_NOARGS, nullptr},
+    {"want_enqueued", want<kEnqueued>, METH_O, nullptr},
+    {"want_landed", want<kLanded>, METH_O, nullptr},
+    {"fail_on_device", fail_on_device, METH_NOARGS, nullptr},
+    {"read_indices", read_indices, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyType_Slot burst_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<BurstPtr>)},
+    {Py_tp_methods, burst_methods},
+    {Py_tp_getset, burst_getters},
+    {0, nullptr},
+};
+
+PyType_Spec burst_spec = {"hicache_sched._native.Burst", sizeof(Holder<BurstPtr>), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, burst_slots};
+
+const BurstPtr* burst_of(PyObject* object) {
+  if (!Py_IS_TYPE(object, burst_type)) {
+    PyErr_SetString(PyExc_TypeError, "it must be a Burst");
+    return nullptr;
+  }
+  return &held<BurstPtr>(object);
+}
+
+// -- sleeping --------------------------------------------------------------------------------------------------------
+
+// A thread that waits for a layer, or to be woken; for one use.
+struct Sleep {
+  BurstPtr burst;
+  Mark mark;
+  std::int64_t layer;
+  Waiter waiter;
+  std::atomic<bool> woken{false};
+
+  bool is_over() const { return woken || burst->progress.has(mark, layer); }
+};
+
+constexpr double kSpin = 30e-6;  // seconds; what putting a thread to sleep and waking it takes
+
+// Sleeper(burst, landed, layer)
+PyObject* new_sleeper(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject* burst = nullptr;
+  int landed = 0;
+  long long layer = 0;
+  if (!PyArg_ParseTuple(args, "OpL", &burst, &landed, &layer)) {
+    return nullptr;
+  }
+  const BurstPtr* ptr = burst_of(burst);
+  if (ptr == nullptr) {
+    return nullptr;
+  }
+  auto* sleep = new Sleep();
+  sleep->burst = *ptr;
+  sleep->mark = landed != 0 ? kLanded : kEnqueued;
+  sleep->layer = layer;
+  return hold(type, sleep);
+}
+
+PyObject* wake_sleeper(PyObject* self, PyObject*) {
+  auto& sleep = held<Sleep>(self);
+  sleep.woken = true;
+  sleep.waiter.wake();
+  Py_RETURN_NONE;
+}
+
+// sleep(timeout): seconds, or None; returns once it is over, or raises what a signal handler raises.
+PyObject* sleep(PyObject* self, PyObject* timeout) {
+  auto& sleep = held<Sleep>(self);
+  const double start = now();
+  double until = std::numeric_limits<double>::infinity();
+  if (timeout != Py_None) {
+    const double seconds = PyFloat_AsDouble(timeout);
+    if (seconds == -1.0 && PyErr_Occurred()) {
+      return nullptr;
+    }
+    until = start + seconds;
+  }
+  bool goes_on = true;
+  {
+    WithoutGil without;
+    while (!sleep.is_over() && now() < start + kSpin) {
+    }
+    Progress& progress = sleep.burst->progress;
+    if (!sleep.is_over() && progress.add(sleep.mark, sleep.layer, &sleep.waiter)) {
+      while (goes_on && !sleep.is_over() && now() < until) {
+        const bool in_time = std::isinf(until) ? sleep.waiter.sleep() : sleep.waiter.sleep_until(until);
+        goes_on = in_time || sleep.is_over() || without.go_on();
+      }
+      progress.remove(&sleep.waiter);
+    }
+  }
+  if (!goes_on) {
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+PyMethodDef sleeper_methods[] = {
+    {"wake", wake_sleeper, METH_NOARGS, nullptr},
+    {"sleep", sleep, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyType_Slot sleeper_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(new_sleeper)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<Sleep>)},
+    {Py_tp_methods, sleeper_methods},
+    {0, nullptr},
+};
+
+PyType_Spec sleeper_spec = {"hicache_sched._native.Sleeper", sizeof(Holder<Sleep>), 0, Py_TPFLAGS_DEFAULT,
+                            sleeper_slots};
+
+// -- the plane -------------------------------------------------------------------------------------------------------
+
+using PlanePtr = std::shared_ptr<Plane>;
+
+// Plane(device, planner, num_layers, dst_base, src_base, max_layers): bases are those of all layers, one behind the other.
+// The planner is None where the owner is to submit every burst.
+PyObject* new_plane(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *device = nullptr, *planner = nullptr, *dst = nullptr, *src = nullptr;
+  Py_ssize_t num_layers = 0, max_layers = 0;
+  if (!PyArg_ParseTuple(args, "OOnOOn", &device, &planner, &num_layers, &dst, &src, &max_layers)) {
+    return nullptr;
+  }
+  const auto* device_ptr = unwrap<PlaneDevice>(device);
+  if (device_ptr == nullptr) {
+    return nullptr;
+  }
+  const std::shared_ptr<Planner> none;
+  const auto* planner_ptr = planner == Py_None ? &none : planner_of(planner);
+  Int64s dst_base, src_base;
+  if (planner_ptr == nullptr || !dst_base.borrow(dst, "dst_base") || !src_base.borrow(src, "src_base")) {
+    return nullptr;
+  }
+  if (num_layers < 1 || dst_base.size() % num_layers != 0 || dst_base.size() != src_base.size()) {
+    PyErr_SetString(PyExc_ValueError, "dst_base and src_base must have the same planes for each layer");
+    return nullptr;
+  }
+  Bases bases;
+  bases.num_layers = static_cast<std::size_t>(num_layers);
+  bases.num_planes = static_cast<std::size_t>(dst_base.size() / num_layers);
+  bases.dst.assign(dst_base.data(), dst_base.data() + dst_base.size());
+  bases.src.assign(src_base.data(), src_base.data() + src_base.size());
+  try {
+    auto plane = std::make_shared<Plane>(*device_ptr, *planner_ptr, std::move(bases), static_cast<std::size_t>(max_layers));
+    return hold(type, new PlanePtr(std::move(plane)));
+  } catch (const std::exception& error) {
+    PyErr_Format(PyExc_OSError, "cannot make a data plane: %s", error.what());
+    return nullptr;
+  }
+}
+
+PyObject* new_burst(PyObject* self, PyObject*) {
+  return hold(burst_type, new BurstPtr(held<PlanePtr>(self)->new_burst()));
+}
+
+// hand_over(burst, its id)
+PyObject* hand_over(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  std::int64_t id;
+  const BurstPtr* burst = check_count(num_args, 2) ? burst_of(args[0]) : nullptr;
+  if (burst == nullptr || !as_int64(args[1], id)) {
+    return nullptr;
+  }
+  held<PlanePtr>(self)->hand_over(*burst, id);
+  Py_RETURN_NONE;
+}
+
+PyObject* pop_observed(PyObject* self, PyObject* id) {
+  std::int64_t number;
+  if (!as_int64(id, number)) {
+    return nullptr;
+  }
+  held<PlanePtr>(self)->pop_observed(number);
+  Py_RETURN_NONE;
+}
+
+// (kind, call, code, refusal, copy); None for one that is well.
+PyObject* status_tuple(const Status& status) {
+  static constexpr const char* kKinds[] = {"ok", "lost", "refused", "driver", "invalid", "given up", "stopped"};
+  if (status.is_ok()) {
+    Py_RETURN_NONE;
+  }
+  PyObject* refusal = status.refusal == nullptr ? Py_NewRef(Py_None) : static_cast<PyObject*>(status.refusal);
+  PyObject* copy = status.copy == Status::kNoCopy ? Py_NewRef(Py_None) : PyLong_FromSize_t(status.copy);
+  return Py_BuildValue("(ssiNN)", kKinds[status.kind], status.call, status.code, refusal, copy);
+}
+
+// (why, id of the burst, status); None where it was told to stop.
+PyObject* stop_tuple(const Plane::Stop& stop) {
+  static constexpr const char* kReasons[] = {"told", "needs owner", "interrupted", "failed", "over"};
+  if (stop.why == Plane::Stop::kTold) {
+    Py_RETURN_NONE;
+  }
+  return Py_BuildValue("(sLN)", kReasons[stop.why], static_cast<long long>(stop.burst->id), status_tuple(stop.status));
+}
+
+template <Plane::Stop (Plane::*Live)()>
+PyObject* live(PyObject* self, PyObject*) {
+  const PlanePtr plane = held<PlanePtr>(self);
+  Plane::Stop stop;
+  {
+    const WithoutGil without;
+    stop = ((*plane).*Live)();
+  }
+  return stop_tuple(stop);
+}
+
+template <void (Plane::*Tell)()>
+PyObject* tell(PyObject* self, PyObject*) {
+  ((*held<PlanePtr>(self)).*Tell)();
+  Py_RETURN_NONE;
+}
+
+PyObject* fileno_of(PyObject* self, PyObject*) { return PyLong_FromLong(held<PlanePtr>(self)->doorbell().fd()); }
+
+PyObject* silence(PyObject* self, PyObject*) {
+  held<PlanePtr>(self)->doorbell().silence();
+  Py_RETURN_NONE;
+}
+
+PyObject* has_room_for(PyObject* self, PyObject* layers) {
+  std::int64_t number;
+  return as_int64(layers, number)
+             ? PyBool_FromLong(held<PlanePtr>(self)->has_room_for(static_cast<std::size_t>(number)))
+             : nullptr;
+}
+
+PyObject* make_room(PyObject* self, PyObject*) {
+  const PlanePtr plane = held<PlanePtr>(self);
+  Status status;
+  {
+    const WithoutGil without;
+    status = plane->make_room();
+  }
+  return status_tuple(status);
+}
+
+PyObject* add_layer(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  std::int64_t layer;
+  const BurstPtr* burst = check_count(num_args, 2) ? burst_of(args[0]) : nullptr;
+  if (burst == nullptr || !as_int64(args[1], layer)) {
+    return nullptr;
+  }
+  held<PlanePtr>(self)->add_layer(*burst, layer);
+  Py_RETURN_NONE;
+}
+
+PyMethodDef plane_methods[] = {
+    {"new_burst", new_burst, METH_NOARGS, nullptr},
+    {"hand_over", fast(hand_over), METH_FASTCALL, nullptr},
+    {"pop_observed", pop_observed, METH_O, nullptr},
+    {"submit", live<&Plane::submit>, METH_NOARGS, nullptr},
+    {"observe", live<&Plane::observe>, METH_NOARGS, nullptr},
+    {"stop", tell<&Plane::stop>, METH_NOARGS, nullptr},
+    {"abandon", tell<&Plane::abandon>, METH_NOARGS, nullptr},
+    {"fileno", fileno_of, METH_NOARGS, nullptr},
+    {"silence", silence, METH_NOARGS, nullptr},
+    {"has_room_for", has_room_for, METH_O, nullptr},
+    {"make_room", make_room, METH_NOARGS, nullptr},
+    {"add_layer", fast(add_layer), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyType_Slot plane_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(new_plane)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<PlanePtr>)},
+    {Py_tp_methods, plane_methods},
+    {0, nullptr},
+};
+
+PyType_Spec plane_spec = {"hicache_sched._native.Plane", sizeof(Holder<PlanePtr>), 0, Py_TPFLAGS_DEFAULT, plane_slots};
+
+PyTypeObject* add_type(PyObject* module, const char* name, PyType_Spec& spec) {
+  PyObject* type = PyType_FromSpec(&spec);
+  if (type != nullptr && PyModule_AddObjectRef(module, name, type) != 0) {
+    Py_CLEAR(type);
+  }
+  return reinterpret_cast<PyTypeObject*>(type);  // a reference of this file's, for the life of the process
+}
+
+}  // namespace
+
+bool add_plane_types(PyObject* module) {
+  burst_type = add_type(module, "Burst", burst_spec);
+  indices_type = add_type(module, "Indices", indices_spec);
+  return burst_type != nullptr && indices_type != nullptr && add_type(module, "Sleeper", sleeper_spec) != nullptr &&
+         add_type(module, "Plane", plane_spec) != nullptr;
+}
+
+}  // namespace hicache

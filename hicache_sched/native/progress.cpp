@@ -1,0 +1,117 @@
+#include "progress.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+namespace hicache {
+namespace {
+
+int new_eventfd() {
+  const int fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  if (fd < 0) {
+    throw std::system_error(errno, std::generic_category(), "eventfd");
+  }
+  return fd;
+}
+
+}  // namespace
+
+Doorbell::Doorbell() : fd_(new_eventfd()) {}
+Doorbell::~Doorbell() { close(fd_); }
+
+void Doorbell::ring() {
+  // Fails only where the counter is full, and then it has been rung.
+  [[maybe_unused]] const int ignored = eventfd_write(fd_, 1);
+}
+
+void Doorbell::silence() {
+  eventfd_t count;
+  [[maybe_unused]] const int ignored = eventfd_read(fd_, &count);
+}
+
+Progress::Progress(std::shared_ptr<Doorbell> doorbell, std::shared_ptr<Waiter> observer)
+    : doorbell_(std::move(doorbell)), observer_(std::move(observer)), progress_at_(now()) {}
+
+bool Progress::begin() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (given_up_) {
+    return false;
+  }
+  begun_ = true;
+  return true;
+}
+
+bool Progress::give_up(bool unless_begun) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (unless_begun && begun_) {
+    return false;
+  }
+  given_up_ = true;
+  return true;
+}
+
+void Progress::advance(Mark mark, std::int64_t layers) {
+  if (layers <= layers_[mark]) {
+    return;
+  }
+  if (mark == kLanded) {
+    progress_at_ = now();
+  }
+  layers_[mark] = layers;
+  bool is_wanted = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (wanted_[mark] < layers) {
+      wanted_[mark] = kNone;
+      is_wanted = true;
+    }
+    for (const Sleeper& sleeper : sleepers_) {
+      if (sleeper.mark == mark && sleeper.layer < layers) {
+        sleeper.waiter->wake();
+      }
+    }
+  }
+  if (is_wanted) {
+    doorbell_->ring();
+  }
+  if (mark == kEnqueued) {
+    observer_->wake();
+  }
+}
+
+void Progress::mark_submitted() {
+  submitted_ = true;
+  observer_->wake();
+}
+
+bool Progress::want(Mark mark, std::int64_t layer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (has(mark, layer)) {
+    return true;
+  }
+  wanted_[mark] = std::min(wanted_[mark], layer);
+  return false;
+}
+
+bool Progress::add(Mark mark, std::int64_t layer, Waiter* waiter) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (has(mark, layer)) {
+    return false;
+  }
+  sleepers_.push_back({mark, layer, waiter});
+  return true;
+}
+
+void Progress::remove(Waiter* waiter) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  sleepers_.erase(
+      std::remove_if(sleepers_.begin(), sleepers_.end(), [&](const Sleeper& each) { return each.waiter == waiter; }),
+      sleepers_.end());
+}
+
+}  // namespace hicache

@@ -1,0 +1,85 @@
+// How far a burst has got, and who is told. Nothing here knows Python.
+//
+// Threads: every function may be called on any thread. Watermarks and flags only ever move one way, so that a yes stays
+// true; whoever registers is told of everything that happens afterwards.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "waiter.h"
+
+namespace hicache {
+
+// A counter in the kernel that an event loop can wait for.
+class Doorbell {
+ public:
+  Doorbell();  // throws std::system_error
+  ~Doorbell();
+  Doorbell(const Doorbell&) = delete;
+  Doorbell& operator=(const Doorbell&) = delete;
+  int fd() const { return fd_; }
+  void ring();
+  void silence();  // what was rung so far is heard
+
+ private:
+  const int fd_;
+};
+
+enum Mark { kEnqueued, kLanded, kMarks };
+
+class Progress {
+ public:
+  // doorbell: rung when a layer gets there that somebody wants. observer: woken by all that the data plane does.
+  Progress(std::shared_ptr<Doorbell> doorbell, std::shared_ptr<Waiter> observer);
+
+  std::int64_t layers(Mark mark) const { return layers_[mark]; }  // how many have got there
+  bool has(Mark mark, std::int64_t layer) const { return layers(mark) > layer; }
+  bool has_begun() const { return begun_; }
+  bool is_given_up() const { return given_up_; }
+  bool is_planned() const { return planned_; }
+  bool is_submitted() const { return submitted_; }
+  bool is_finish_recorded() const { return finish_recorded_; }
+  bool has_ended() const { return ended_; }
+  double progress_at() const { return progress_at_; }  // seconds, as Python's time.monotonic
+
+  bool begin();                       // false where it was given up
+  bool give_up(bool unless_begun);    // false where it has begun and that matters
+  void mark_planned() { planned_ = true; }
+  void advance(Mark mark, std::int64_t layers);
+  void mark_finish_recorded() { finish_recorded_ = true; }
+  void mark_submitted();  // the data plane will not touch it any more
+  void mark_ended() { ended_ = true; }
+
+  // Have the doorbell rung once `layer` gets there, in place of what was wanted before if that is later; true if it is
+  // there already.
+  bool want(Mark mark, std::int64_t layer);
+
+  // Have the waiter woken once `layer` gets there; false if it is there already.
+  bool add(Mark mark, std::int64_t layer, Waiter* waiter);
+  void remove(Waiter* waiter);
+
+ private:
+  static constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
+  struct Sleeper {
+    Mark mark;
+    std::int64_t layer;
+    Waiter* waiter;
+  };
+
+  const std::shared_ptr<Doorbell> doorbell_;
+  const std::shared_ptr<Waiter> observer_;
+  std::atomic<std::int64_t> layers_[kMarks] = {};
+  std::atomic<bool> begun_{false}, given_up_{false}, planned_{false}, submitted_{false}, finish_recorded_{false},
+      ended_{false};
+  std::atomic<double> progress_at_;
+  std::mutex mutex_;  // of what follows, and of begin against give_up
+  std::int64_t wanted_[kMarks] = {kNone, kNone};
+  std::vector<Sleeper> sleepers_;
+};
+
+}  // namespace hicache

@@ -1,0 +1,26 @@
+// Whoever blocks does so here and not on a condition variable: a signal interrupts it, and a forked child can forget it.
+#pragma once
+
+#include <semaphore.h>
+
+#include <ctime>
+
+namespace hicache {
+
+double now();  // seconds, as Python's time.monotonic
+
+class Waiter {
+ public:
+  Waiter() { sem_init(&semaphore_, 0, 0); }
+  ~Waiter() { sem_destroy(&semaphore_); }
+  Waiter(const Waiter&) = delete;
+  Waiter& operator=(const Waiter&) = delete;
+  void wake() { sem_post(&semaphore_); }
+  bool sleep() { return sem_wait(&semaphore_) == 0; }  // false where a signal came first
+  bool sleep_until(double time);                       // the same, or `time`, as of now(), has come
+
+ private:
+  sem_t semaphore_;
+};
+
+}  // namespace hicache

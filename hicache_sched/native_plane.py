@@ -1,0 +1,346 @@
+"""The native data plane: bursts from hand-out to landed without the GIL, and its Python half.
+
+Two threads of Python's live in native code, where they need no Python: one submits, one observes. They come out of it
+for what is Python's to do: to word and report what went wrong, to end bursts, to submit what only Python can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hicache_sched import native
+from hicache_sched.burst import Burst
+from hicache_sched.copy.backend import BurstBackend
+from hicache_sched.copy.merge import MergedOps
+from hicache_sched.copy.pooled import PooledBackend
+from hicache_sched.device.binding import DeviceBinding
+from hicache_sched.device.emulated import EmulatedDevice
+from hicache_sched.device.runtime import Event, Stream
+from hicache_sched.errors import InvalidLoadError, SchedulerClosedError
+from hicache_sched.failure import FailureDesk
+from hicache_sched.landing import BurstEnd
+from hicache_sched.load_op import LoadOp
+from hicache_sched.own_thread import DeviceThread
+from hicache_sched.protocol import TransferProtocol
+from hicache_sched.submission import Submission
+
+
+class NoNativePlane(NamedTuple):
+    """There is none for a device and a backend.
+
+    Attributes:
+        reason: why, for logs.
+    """
+
+    reason: str
+
+
+class _Status(NamedTuple):
+    """How a native call went wrong."""
+
+    kind: str
+    call: str
+    code: int
+    refusal: BaseException | None
+    copy: int | None
+
+
+class NativePlane:
+    """A native data plane, its bursts, and what its errors mean.
+
+    :param native_plane: the native object.
+    :param device: where it transfers.
+    :param backend: whose bursts it plans; None where Python submits every burst.
+    :param h2d_stream: where it submits.
+    """
+
+    def __init__(
+        self, native_plane: Any, device: DeviceBinding, backend: PooledBackend | None, h2d_stream: Stream
+    ) -> None:
+        self.native = native_plane
+        self._device = device
+        self._backend = backend
+        self._h2d_stream = h2d_stream
+
+    def new_progress(self) -> Any:
+        """The native half of a burst."""
+        return self.native.new_burst()
+
+    def new_indices(self) -> NativeIndices | None:
+        """What it reads the indices of a burst from; None where it reads none."""
+        return None if self._backend is None else NativeIndices(self._device, self._backend.pool_names)
+
+    def hand_over(self, burst: Burst) -> None:
+        """Queue a burst, which has its events if it has not failed; on the caller's thread, never blocking."""
+        self.native.hand_over(burst.progress, burst.id)
+
+    def set_up(self, burst: Burst) -> None:
+        """Tell the native half of a burst what it needs to know."""
+        indices, events = burst.queue.indices, burst.events
+        assert events is not None
+        burst.progress.set_up(
+            self._handle(burst.start_event),
+            self._handle(burst.fence_event),
+            events.handles,
+            indices.native if isinstance(indices, NativeIndices) and indices.is_complete else None,
+        )
+
+    def error(self, burst: Burst, status: tuple[Any, ...]) -> BaseException:
+        """What the Python plane would have raised."""
+        kind, _, _, refusal, _ = _Status(*status)
+        if refusal is not None:
+            return refusal
+        if kind == "invalid":
+            return self._why_invalid(burst)
+        if kind == "given up":
+            assert burst.error is not None, "a burst that has begun is only given up when it fails"
+            return burst.error
+        if kind == "stopped":
+            return SchedulerClosedError("the process is ending")
+        return self.lost()
+
+    def lost(self) -> Exception:
+        """What the device says of a call that it did not make."""
+        try:
+            self._h2d_stream.query()
+        except Exception as exc:
+            return exc
+        return RuntimeError("the device failed a call, and then did not")
+
+    def hear(self) -> None:
+        """What the doorbell has been rung for until now is going to be looked at."""
+        self.native.silence()
+
+    def fileno(self) -> int:
+        """The doorbell, rung when a layer gets where somebody waits for it."""
+        number: int = self.native.fileno()
+        return number
+
+    def _handle(self, event: Event | None) -> int:
+        return 0 if event is None else self._device.handle_of(event, self._h2d_stream)
+
+    def _why_invalid(self, burst: Burst) -> BaseException:
+        """The words of the planner in Python, about the same indices."""
+        assert self._backend is not None
+        names = self._backend.pool_names
+        merged: dict[str, MergedOps] = {}
+        for number, *arrays in burst.progress.read_indices():
+            ends, host, device = (np.frombuffer(array, dtype=np.int64) for array in arrays)
+            merged[names[number]] = MergedOps(_node_ids(burst, number, names[number]), ends, host, device)
+        try:
+            self._backend.planner.plan(merged)
+        except InvalidLoadError as exc:
+            return exc
+        return InvalidLoadError("the burst's indices were refused, for no reason that can be found")
+
+
+def _node_ids(burst: Burst, number: int, name: str) -> tuple[int, ...]:
+    """Nodes whose ops move something in a pool, in order."""
+    ops = burst.queue.ops
+    if number == 0:
+        return tuple(op.node_id for op in ops if op.num_tokens)
+    return tuple(op.node_id for op in ops for transfer in op.pool_transfers if transfer.name == name)
+
+
+class NativeIndices:
+    """Where the indices of load ops are; an `IndexList`.
+
+    Attributes:
+        native: the native list.
+        is_complete: whether the indices of every op are in it.
+    """
+
+    __slots__ = ("_device", "_numbers", "is_complete", "native")
+
+    def __init__(self, device: DeviceBinding, pool_names: tuple[str, ...]) -> None:
+        self.native = native.module.Indices()
+        self.is_complete = True
+        self._device = device
+        self._numbers = {name: number for number, name in enumerate(pool_names)}
+
+    def add(self, op: LoadOp) -> None:
+        # Not complete meanwhile: Ctrl-C may end this in the middle.
+        is_complete, self.is_complete = self.is_complete, False
+        if op.num_tokens:
+            is_complete &= self._add(0, op.host_indices, op.device_indices)
+        for transfer in op.pool_transfers:
+            is_complete &= self._add(self._numbers[transfer.name], transfer.host_indices, transfer.device_indices)
+        self.is_complete = is_complete
+
+    def _add(self, pool: int, host: torch.Tensor, device: torch.Tensor) -> bool:
+        """False where they are not plainly in memory."""
+        for indices in (host, device):
+            if type(indices) is not torch.Tensor or not indices.is_cpu:
+                return False
+        self.native.add(
+            pool,
+            host.data_ptr(),
+            host.stride(0),
+            False,
+            device.data_ptr(),
+            device.stride(0),
+            self._device.holds(device),
+            host.shape[0],
+        )
+        return True
+
+
+def native_plane_for(
+    device: DeviceBinding,
+    backend: BurstBackend,
+    h2d_stream: Any,
+    index_stream: Any,
+    max_layers: int,
+    names: tuple[str, str],
+    *,
+    plans: bool,
+) -> NativePlane | NoNativePlane:
+    """The native data plane for a backend that is bound, if there is one.
+
+    :param max_layers: that may be in flight.
+    :param names: of the threads that will live in it.
+    :param plans: whether it has to make the plans: where it cannot, Python would submit every burst.
+    """
+    if native.module is None:
+        return NoNativePlane(f"the native part is missing: {native.missing_because}")
+    # What a subclass does differently would not be done.
+    planned = backend if type(backend) is PooledBackend else None
+    if plans and planned is None:
+        return NoNativePlane(f"{type(backend).__name__} makes its copies in Python")
+    if type(device.runtime) is not EmulatedDevice:
+        return NoNativePlane(f"there is none for {device.name}")
+    plane_device = device.runtime.plane_device(h2d_stream, index_stream, names)
+    planner, dst_base, src_base = None, _NO_BASES, _NO_BASES
+    if planned is not None:
+        layout = planned.planner.layout
+        try:
+            planner = native.module.Planner(layout.pairs, layout.planes)
+        except ValueError as exc:
+            return NoNativePlane(f"it does not plan such pools: {exc}")
+        dst_base, src_base = layout.dst_base.ravel(), layout.src_base.ravel()
+    plane = native.module.Plane(plane_device, planner, backend.num_layers, dst_base, src_base, max_layers)
+    return NativePlane(plane, device, planned, h2d_stream)
+
+
+_NO_BASES = np.empty(0, dtype=np.int64)
+
+
+class NativeLayersInFlight:
+    """`InFlight` of the native data plane, for what its Python half submits."""
+
+    def __init__(self, plane: NativePlane) -> None:
+        self._plane = plane
+
+    def has_room_for(self, num_layers: int) -> bool:
+        has_room: bool = self._plane.native.has_room_for(num_layers)
+        return has_room
+
+    def make_room(self) -> None:
+        status = self._plane.native.make_room()
+        if status is not None:
+            raise self._plane.lost()
+
+    def add(self, burst: Burst, layer: int) -> None:
+        self._plane.native.add_layer(burst.progress, layer)
+
+
+class NativeDataPlane(DeviceThread):
+    """The thread that submits."""
+
+    name = "native"
+
+    def __init__(
+        self,
+        thread_name: str,
+        device: DeviceBinding,
+        failures: FailureDesk,
+        on_end: Callable[[], None],
+        submission: Submission,
+        protocol: TransferProtocol,
+        plane: NativePlane,
+    ) -> None:
+        super().__init__(thread_name, device, failures, on_end)
+        self._submission = submission
+        self._protocol = protocol
+        self._plane = plane
+
+    def hand_over(self, burst: Burst) -> None:
+        """Queue a burst; on the caller's thread, never blocking."""
+        try:
+            if not burst.stale:
+                self._submission.take_events(burst)
+                self._plane.set_up(burst)
+        except BaseException as exc:
+            self._failures.burst_failed(burst, "hand-out", None, exc)
+            if not isinstance(exc, Exception):
+                raise
+        finally:
+            self._plane.hand_over(burst)
+
+    def stop(self) -> None:
+        self._plane.native.stop()
+
+    def _live(self) -> None:
+        while (stop := self._plane.native.submit()) is not None:
+            why, burst_id, status = stop
+            burst = next(burst for burst in self._protocol.bursts_alive() if burst.id == burst_id)
+            if why == "needs owner":
+                self._submission.submit(burst)
+            elif why == "interrupted":
+                self._submission.abandon(burst)
+            else:
+                self._submission.fail(burst, self._plane.error(burst, status))
+            del burst  # a parked thread keeps nothing alive
+
+
+class NativeLandingObserver(DeviceThread):
+    """The thread that observes landings, and ends bursts."""
+
+    def __init__(
+        self,
+        thread_name: str,
+        device: DeviceBinding,
+        failures: FailureDesk,
+        on_end: Callable[[], None],
+        protocol: TransferProtocol,
+        plane: NativePlane,
+        burst_end: BurstEnd,
+    ) -> None:
+        super().__init__(thread_name, device, failures, on_end)
+        self._protocol = protocol
+        self._plane = plane
+        self._burst_end = burst_end
+
+    def hint(self) -> None:
+        """It knows: bursts are handed over to the plane."""
+
+    def stop(self) -> None:
+        self._plane.native.stop()
+
+    def abandon(self) -> None:
+        """Stop following what is in flight, for the end of the process; must not block."""
+        self._plane.native.abandon()
+
+    def _live(self) -> None:
+        while (stop := self._plane.native.observe()) is not None:
+            why, burst_id, status = stop
+            burst = self._protocol.oldest_in_flight()
+            if burst is not None and burst.id == burst_id:  # else this thread was interrupted after it had ended it
+                if why == "failed":
+                    self._failures.burst_failed(burst, "device", burst.landed, self._plane.error(burst, status))
+                    burst.progress.fail_on_device()
+                    continue
+                self._end(burst, status)
+            self._plane.native.pop_observed(burst_id)
+            del burst  # a parked thread keeps nothing alive
+
+    def _end(self, burst: Burst, status: tuple[Any, ...] | None) -> None:
+        progress = burst.progress
+        if progress.begun and not (progress.finish_recorded and status is None):
+            self._burst_end.wait_finished(burst)
+        self._protocol.wake()  # the slot is free from here on, however long `finish` takes
+        self._burst_end.end(burst)
