@@ -16,6 +16,7 @@ from hicache_sched import native
 from hicache_sched.burst import Burst
 from hicache_sched.copy.backend import BurstBackend
 from hicache_sched.copy.merge import MergedOps
+from hicache_sched.copy.planned import PlannedBackend
 from hicache_sched.copy.pooled import PooledBackend
 from hicache_sched.device.binding import DeviceBinding
 from hicache_sched.device.emulated import EmulatedDevice
@@ -54,12 +55,16 @@ class NativePlane:
 
     :param native_plane: the native object.
     :param device: where it transfers.
-    :param backend: whose bursts it plans; None where Python submits every burst.
+    :param backend: whose bursts it submits; None where Python does that, too.
     :param h2d_stream: where it submits.
     """
 
     def __init__(
-        self, native_plane: Any, device: DeviceBinding, backend: PooledBackend | None, h2d_stream: Stream
+        self,
+        native_plane: Any,
+        device: DeviceBinding,
+        backend: PooledBackend | PlannedBackend | None,
+        h2d_stream: Stream,
     ) -> None:
         self.native = native_plane
         self._device = device
@@ -71,8 +76,10 @@ class NativePlane:
         return self.native.new_burst()
 
     def new_indices(self) -> NativeIndices | None:
-        """What it reads the indices of a burst from; None where it reads none."""
-        return None if self._backend is None else NativeIndices(self._device, self._backend.pool_names)
+        """What it reads the indices of a burst from; None where it plans none."""
+        if not isinstance(self._backend, PooledBackend):
+            return None
+        return NativeIndices(self._device, self._backend.pool_names)
 
     def hand_over(self, burst: Burst) -> None:
         """Queue a burst, which has its events if it has not failed; on the caller's thread, never blocking."""
@@ -88,6 +95,24 @@ class NativePlane:
             events.handles,
             indices.native if isinstance(indices, NativeIndices) and indices.is_complete else None,
         )
+
+    def execute(self, burst: Burst, prepared: Any) -> bool:
+        """Submit a burst that Python has planned; see `PlanExecutor`."""
+        plan = None if self._backend is None else self._backend.plan_of(prepared)
+        if plan is None:
+            return False
+        burst.progress.set_plan(
+            plan.src_offsets,
+            plan.dst_offsets,
+            plan.sizes,
+            plan.plane_ends,
+            plan.src_base.ravel(),
+            plan.dst_base.ravel(),
+        )
+        status = self.native.submit_layers(burst.progress)
+        if status is not None:
+            raise self.error(burst, status)
+        return True
 
     def error(self, burst: Burst, status: tuple[Any, ...]) -> BaseException:
         """What the Python plane would have raised."""
@@ -125,7 +150,7 @@ class NativePlane:
 
     def _why_invalid(self, burst: Burst) -> BaseException:
         """The words of the planner in Python, about the same indices."""
-        assert self._backend is not None
+        assert isinstance(self._backend, PooledBackend), "who else does not plan here"
         names = self._backend.pool_names
         merged: dict[str, MergedOps] = {}
         for number, *arrays in burst.progress.read_indices():
@@ -203,27 +228,30 @@ def native_plane_for(
 
     :param max_layers: that may be in flight.
     :param names: of the threads that will live in it.
-    :param plans: whether it has to make the plans: where it cannot, Python would submit every burst.
+    :param plans: whether it has to submit the copies of plans: without them Python submits.
     """
     if native.module is None:
         return NoNativePlane(f"the native part is missing: {native.missing_because}")
+    served: PooledBackend | PlannedBackend | None = None
     # What a subclass does differently would not be done.
-    planned = backend if type(backend) is PooledBackend else None
-    if plans and planned is None:
+    if type(backend) is PooledBackend or (isinstance(backend, PlannedBackend) and backend.makes_batches):
+        served = backend
+    if plans and served is None:
         return NoNativePlane(f"{type(backend).__name__} makes its copies in Python")
     if type(device.runtime) is not EmulatedDevice:
-        return NoNativePlane(f"there is none for {device.name}")
+        runtime = type(device.runtime).__name__ if isinstance(device.runtime, EmulatedDevice) else device.name
+        return NoNativePlane(f"{runtime} is not known to it")
     plane_device = device.runtime.plane_device(h2d_stream, index_stream, names)
     planner, dst_base, src_base = None, _NO_BASES, _NO_BASES
-    if planned is not None:
-        layout = planned.planner.layout
+    if isinstance(served, PooledBackend):
+        layout = served.planner.layout
         try:
             planner = native.module.Planner(layout.pairs, layout.planes)
         except ValueError as exc:
             return NoNativePlane(f"it does not plan such pools: {exc}")
         dst_base, src_base = layout.dst_base.ravel(), layout.src_base.ravel()
     plane = native.module.Plane(plane_device, planner, backend.num_layers, dst_base, src_base, max_layers)
-    return NativePlane(plane, device, planned, h2d_stream)
+    return NativePlane(plane, device, served, h2d_stream)
 
 
 _NO_BASES = np.empty(0, dtype=np.int64)

@@ -134,11 +134,12 @@ class TransferScheduler:
         event_sets = self._event_sets = EventSetPool(device, protocol.num_layers, handles_for)
         failures = self._failures = FailureDesk(protocol, device, self.h2d_stream)
         in_flight: InFlight = LayersInFlight(max_layers)
+        executor: NativePlane | None = None
         if isinstance(native_plane, NativePlane):
-            in_flight = NativeLayersInFlight(native_plane)
+            in_flight, executor = NativeLayersInFlight(native_plane), native_plane
             event_sets.stock(config.num_slots)
         self._submission = Submission(
-            device, self._backend, self.h2d_stream, self.index_stream, event_sets, failures, in_flight
+            device, self._backend, self.h2d_stream, self.index_stream, event_sets, failures, in_flight, executor
         )
         burst_end = BurstEnd(protocol, self._backend, self.h2d_stream, event_sets, failures)
         self._inline_observer = InlineObserver(failures, protocol, self.h2d_stream, burst_end, self._delivery.run)

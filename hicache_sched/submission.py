@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from hicache_sched.burst import Burst
 from hicache_sched.copy.backend import BurstBackend
@@ -14,6 +14,17 @@ from hicache_sched.errors import SchedulerClosedError
 from hicache_sched.event_set import EventSet, EventSetPool
 from hicache_sched.failure import FailureDesk
 from hicache_sched.in_flight import InFlight
+
+
+class PlanExecutor(Protocol):
+    """Submits planned bursts without Python."""
+
+    def execute(self, burst: Burst, prepared: Any) -> bool:
+        """Make every device call of a burst from the wait for its start event on; on the data plane's thread.
+
+        :return: False, having done nothing, where there is no plan.
+        :raises Exception: why it failed; its progress says how far it got.
+        """
 
 
 class Submission:
@@ -32,7 +43,11 @@ class Submission:
         event_sets: EventSetPool,
         failures: FailureDesk,
         in_flight: InFlight,
+        executor: PlanExecutor | None = None,
     ) -> None:
+        """
+        :param executor: who makes the copies of plans, where that is not Python.
+        """
         self._device = device
         self._backend = backend
         self._h2d_stream = h2d_stream
@@ -40,6 +55,7 @@ class Submission:
         self._event_sets = event_sets
         self._failures = failures
         self._in_flight = in_flight
+        self._executor = executor
         self.stopped = False
         self._inline_thread: int | None = None
 
@@ -66,16 +82,12 @@ class Submission:
         events = self._begin(burst)
         if events is None:
             return
-        assert burst.start_event is not None
         try:
             with burst.thread_modes():
                 prepared = self._prepare_behind_start(burst)
                 burst.enter_enqueuing(prepared)
-                with self._device.use_stream(self._h2d_stream):
-                    self._h2d_stream.wait_event(burst.start_event)
-                    if burst.fence_event is not None:
-                        self._h2d_stream.wait_event(burst.fence_event)
-                    self._submit_layers(burst, prepared, events, self._in_flight)
+                if self._executor is None or not self._executor.execute(burst, prepared):
+                    self._submit_in_python(burst, prepared, events)
         except BaseException as exc:
             self._fail(burst, events, exc, self._in_flight)
         burst.mark_submitted()  # not in a `finally`: where `_fail` is interrupted the burst is to be abandoned
@@ -150,6 +162,14 @@ class Submission:
         self._index_stream.wait_event(burst.start_event)
         with self._device.use_stream(self._index_stream):
             return self._backend.prepare(ops)
+
+    def _submit_in_python(self, burst: Burst, prepared: Any, events: EventSet) -> None:
+        assert burst.start_event is not None
+        with self._device.use_stream(self._h2d_stream):
+            self._h2d_stream.wait_event(burst.start_event)
+            if burst.fence_event is not None:
+                self._h2d_stream.wait_event(burst.fence_event)
+            self._submit_layers(burst, prepared, events, self._in_flight)
 
     def _submit_layers(self, burst: Burst, prepared: Any, events: EventSet, in_flight: InFlight | None) -> None:
         """The h2d stream is current and behind start and fence.

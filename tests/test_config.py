@@ -86,6 +86,7 @@ def test_every_setting_can_come_from_the_environment() -> None:
         "HICACHE_SCHED_STALL_LOG_INTERVAL": "2.5",
         "HICACHE_SCHED_THREAD_NAME": "loads",
         "HICACHE_SCHED_POLL_ACKS": "off",
+        "HICACHE_SCHED_PLANE": "python",
         "HICACHE_SCHED_H2D_QUEUE_OPS": "500",
     }
     assert {f"HICACHE_SCHED_{field.name.upper()}" for field in dataclasses.fields(SchedulerConfig)} == environ.keys()
@@ -96,6 +97,7 @@ def test_every_setting_can_come_from_the_environment() -> None:
         stall_log_interval=2.5,
         thread_name="loads",
         poll_acks=False,
+        plane="python",
         h2d_queue_ops=500,
     )
 

@@ -64,5 +64,14 @@ class PlannedBackend:
         else:
             self._engine.enqueue_layer(prepared, layer)
 
+    @property
+    def makes_batches(self) -> bool:
+        """Whether plans are asked for, once bound."""
+        return self._submitter is not None
+
+    def plan_of(self, prepared: Any) -> CopyPlan | None:
+        """The plan that `prepare` made; None where the engine makes the copies."""
+        return prepared.plan if isinstance(prepared, _Planned) else None
+
     def finish(self, prepared: Any) -> None:
         self._engine.finish(prepared.plan if isinstance(prepared, _Planned) else prepared)

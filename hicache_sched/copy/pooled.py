@@ -131,6 +131,10 @@ class PooledBackend:
         """
         prepared.copies.submit_layer(layer)
 
+    def plan_of(self, prepared: PreparedBurst) -> CopyPlan:
+        """The plan that `prepare` made."""
+        return prepared.plan
+
     def finish(self, prepared: PreparedBurst) -> None:
         """Let go of the burst's buffers."""
         prepared.copies.release()

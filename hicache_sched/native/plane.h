@@ -61,7 +61,7 @@ struct Burst {
   std::vector<Joined> joined;
   std::shared_ptr<std::vector<std::int64_t>> indices;
   Plan plan;
-  std::vector<std::int64_t> bases;  // those of the plan's planes where it has not all of them
+  std::vector<std::int64_t> bases;  // dst, then src, of the plan's planes; none where those are all that the plane knows
   std::int64_t num_bytes = 0;
 
   std::atomic<bool> has_failed_on_device{false};  // its owner knows: layers are not waited for any more
@@ -102,6 +102,9 @@ class Plane {
   void stop();     // submit and observe come out once there is nothing to do
   void abandon();  // they come out between two operations
 
+  // For an owner who plans, on the submitting thread: submits a burst that has begun and has its plan and bases. Blocks.
+  Status submit_layers(const BurstPtr& burst);
+
   Doorbell& doorbell() const { return *doorbell_; }
 
   // For an owner who submits on the submitting thread.
@@ -113,7 +116,6 @@ class Plane {
   Status load(const BurstPtr& burst);
   Status plan(Burst& burst);
   Status join_indices(Burst& burst);
-  Status submit_layers(const BurstPtr& burst);
   Stop follow(const BurstPtr& burst);
   bool await_enqueued(const Burst& burst, std::int64_t layer);
   void forget_landed();

@@ -5,6 +5,7 @@
 #include <exception>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -128,6 +129,38 @@ PyObject* set_up(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
   Py_RETURN_NONE;
 }
 
+// set_plan(src_offsets, dst_offsets, sizes, plane_ends, src_base, dst_base): of the owner's, who has checked it; bases are
+// those of all layers, one behind the other.
+PyObject* set_plan(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  static constexpr const char* kNames[] = {"src_offsets", "dst_offsets", "sizes", "plane_ends", "src_base", "dst_base"};
+  Int64s arrays[6];
+  if (!check_count(num_args, 6)) {
+    return nullptr;
+  }
+  for (int i = 0; i < 6; ++i) {
+    if (!arrays[i].borrow(args[i], kNames[i])) {
+      return nullptr;
+    }
+  }
+  const auto values = [&](int i) { return std::vector<std::int64_t>(arrays[i].data(), arrays[i].data() + arrays[i].size()); };
+  Burst& burst = *held<BurstPtr>(self);
+  Plan& plan = burst.plan;
+  plan.src_offsets = values(0), plan.dst_offsets = values(1), plan.sizes = values(2), plan.plane_ends = values(3);
+  plan.columns.resize(plan.plane_ends.size());
+  plan.plane_bytes.clear();
+  std::size_t first = 0;
+  for (const std::int64_t end : plan.plane_ends) {
+    const auto last = static_cast<std::size_t>(end);
+    plan.plane_bytes.push_back(std::accumulate(plan.sizes.begin() + static_cast<std::ptrdiff_t>(first),
+                                               plan.sizes.begin() + static_cast<std::ptrdiff_t>(last), std::int64_t{0}));
+    first = last;
+  }
+  burst.bases = values(5);
+  const auto src_base = values(4);
+  burst.bases.insert(burst.bases.end(), src_base.begin(), src_base.end());
+  Py_RETURN_NONE;
+}
+
 template <bool (Progress::*Ask)() const>
 PyObject* get_flag(PyObject* self, void*) {
   return PyBool_FromLong((held<BurstPtr>(self)->progress.*Ask)());
@@ -217,6 +250,7 @@ PyGetSetDef burst_getters[] = {
 
 PyMethodDef burst_methods[] = {
     {"set_up", fast(set_up), METH_FASTCALL, nullptr},
+    {"set_plan", fast(set_plan), METH_FASTCALL, nullptr},
     {"begin", begin, METH_NOARGS, nullptr},
     {"give_up", give_up, METH_O, nullptr},
     {"mark_planned", step<&Progress::mark_planned>, METH_NOARGS, nullptr},
@@ -464,6 +498,21 @@ PyObject* make_room(PyObject* self, PyObject*) {
   return status_tuple(status);
 }
 
+PyObject* submit_layers(PyObject* self, PyObject* burst) {
+  const BurstPtr* ptr = burst_of(burst);
+  if (ptr == nullptr) {
+    return nullptr;
+  }
+  const PlanePtr plane = held<PlanePtr>(self);
+  const BurstPtr kept = *ptr;
+  Status status;
+  {
+    const WithoutGil without;
+    status = plane->submit_layers(kept);
+  }
+  return status_tuple(status);
+}
+
 PyObject* add_layer(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
   std::int64_t layer;
   const BurstPtr* burst = check_count(num_args, 2) ? burst_of(args[0]) : nullptr;
@@ -487,6 +536,7 @@ PyMethodDef plane_methods[] = {
     {"has_room_for", has_room_for, METH_O, nullptr},
     {"make_room", make_room, METH_NOARGS, nullptr},
     {"add_layer", fast(add_layer), METH_FASTCALL, nullptr},
+    {"submit_layers", submit_layers, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

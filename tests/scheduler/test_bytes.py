@@ -15,7 +15,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache_sched import AckStatus, LoadHandle, LoadOp, SchedulerConfig, TransferScheduler, TransferTimeoutError
+from hicache_sched import (
+    AckStatus,
+    LoadHandle,
+    LoadOp,
+    SchedulerConfig,
+    TransferScheduler,
+    TransferTimeoutError,
+    native,
+)
 from hicache_sched.copy import PooledBackend
 from hicache_sched.device import EmulatedDevice
 from hicache_sched.pools import Layout, PoolPair
@@ -32,6 +40,16 @@ from tests.copy.builders import (
 )
 
 TIMEOUT = 30.0
+
+CONFIGS = [
+    pytest.param(SchedulerConfig(mode="inline"), id="inline"),
+    pytest.param(SchedulerConfig(plane="python"), id="python"),
+    pytest.param(
+        SchedulerConfig(plane="native"),
+        id="native",
+        marks=pytest.mark.skipif(native.module is None, reason="needs the native part"),
+    ),
+]
 
 
 class Traffic(NamedTuple):
@@ -98,14 +116,15 @@ def land(pair: PoolPair, ops: Sequence[LoadOp], layer: int) -> None:
                 token_in(plane, layer, dst, page_size).copy_(token_in(host_plane, layer, src, page_size))
 
 
-@pytest.mark.parametrize("mode", ["async", "inline"])
+@pytest.mark.parametrize("config", CONFIGS)
 @settings(deadline=None, max_examples=40)  # a busy machine is no failure
 @given(traffic=traffic())
-def test_the_bytes_of_every_layer_arrive_in_order_and_no_other_byte_changes(mode: Any, traffic: Traffic) -> None:
+def test_the_bytes_of_every_layer_arrive_in_order_and_no_other_byte_changes(
+    config: SchedulerConfig, traffic: Traffic
+) -> None:
     pair, twin = traffic.pair, traffic.twin
     host = raw_bytes(pair.host)
     copies = iter([(ops, layer) for ops in traffic.bursts for layer in range(pair.num_layers)])
-    config = SchedulerConfig(mode=mode)
     with structlog.testing.capture_logs(), EmulatedDevice() as device:
         with TransferScheduler(PooledBackend([pair]), runtime=device, config=config) as scheduler:
             device.hold("h2d")

@@ -33,7 +33,12 @@ from hicache_sched import (
     TransferScheduler,
 )
 from hicache_sched.device import EmulatedDevice, at_exit
+from hicache_sched.progress import Progress
 from tests.builders import LaunchingBackend, hand_out, load_op, running_functions
+from tests.scheduler.conftest import PLANES
+
+PLANE = "auto"
+"""The data plane of a scenario's schedulers; set in its process."""
 
 SECONDS_TO_END = 30
 """After which a scenario's process is killed."""
@@ -54,8 +59,9 @@ class Ended:
 class Nursery:
     """Runs scenarios, functions of this module by their name."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, plane: str) -> None:
         self._folder = folder
+        self._plane = plane
         self._process = subprocess.Popen(
             # Python 3.12 and later warn of forks with threads, which is what some scenarios are about.
             [sys.executable, "-W", "ignore::DeprecationWarning", "-c", f"import {__name__} as m; m.serve()"],
@@ -68,7 +74,7 @@ class Nursery:
     def run(self, scenario: Callable[..., None], *args: str) -> Ended:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([str(self._folder), scenario.__name__, args]) + "\n")
+        self._process.stdin.write(json.dumps([str(self._folder), self._plane, scenario.__name__, args]) + "\n")
         self._process.stdin.flush()
         exit_code = json.loads(self._process.stdout.readline())
         return Ended(exit_code, (self._folder / "stdout").read_text(), (self._folder / "stderr").read_text())
@@ -81,11 +87,12 @@ def serve() -> None:
     """Body of the nursery process; in a forked child it returns into the end of the program."""
     gc.freeze()  # a child that ends need not look through everything that was imported
     while line := sys.stdin.readline():
-        folder, scenario, args = json.loads(line)
+        folder, plane, scenario, args = json.loads(line)
         child = os.fork()
         if child == 0:
             for stream, name in ((1, "stdout"), (2, "stderr")):
                 os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+            globals()["PLANE"] = plane
             globals()[scenario](*args)
             return
         print(json.dumps(exit_code_of(child)), flush=True)
@@ -104,14 +111,18 @@ def exit_code_of(child: int, seconds: float = SECONDS_TO_END) -> int | None:
     return None
 
 
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    nursery = Nursery(tmp_path_factory.mktemp("nursery"))
+@pytest.fixture(scope="module", params=PLANES)
+def nursery(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Nursery]:
+    nursery = Nursery(tmp_path_factory.mktemp("nursery"), request.param)
     yield nursery
     nursery.close()
 
 
 # -- parts of scenarios -------------------------------------------------------------------------------------------
+
+
+def config(mode: str = "async") -> SchedulerConfig:
+    return SchedulerConfig(mode=mode, plane=PLANE)  # type: ignore[arg-type]
 
 
 class BusyBackend(LaunchingBackend):
@@ -162,7 +173,7 @@ def leaves_busy(busy: str, ending: str) -> None:
     at_exit.JOIN_SECONDS = 0.3 if busy == "blocked in prepare" else 2 * SECONDS_TO_END
     device = EmulatedDevice()
     backend = BusyBackend(device, busy)
-    scheduler = TransferScheduler(backend, runtime=device)
+    scheduler = TransferScheduler(backend, runtime=device, config=config())
     scheduler.start()
     if busy == "held copies":
         device.hold("h2d")
@@ -208,7 +219,7 @@ def leaves_while_loop_and_data_plane_are_inside_calls() -> None:
         entered.set()
         until(lambda: backend.is_done)
 
-    scheduler = TransferScheduler(backend, runtime=device, on_ack=on_ack)
+    scheduler = TransferScheduler(backend, runtime=device, config=config(), on_ack=on_ack)
     scheduler.start()
     hand_out(scheduler, 1)
     entered.wait(SECONDS_TO_END)
@@ -253,7 +264,7 @@ def interrupted_in(wait: str, mode: str) -> None:
     """Scenario: Ctrl-C in a blocked wait, after which everything goes on and nothing is lost."""
     device = EmulatedDevice()
     backend = LaunchingBackend(device)
-    scheduler = TransferScheduler(backend, runtime=device, config=SchedulerConfig(mode=mode))  # type: ignore[arg-type]
+    scheduler = TransferScheduler(backend, runtime=device, config=config(mode))
     scheduler.start()
     if wait == "enqueued":
         backend.gate.clear()
@@ -304,7 +315,7 @@ def forks(mode: str, what_the_child_does: str) -> None:
     scheduler = TransferScheduler(
         LaunchingBackend(device),
         runtime=device,
-        config=SchedulerConfig(mode=mode),  # type: ignore[arg-type]
+        config=config(mode),
     )
     scheduler.start()
     landed = hand_out(scheduler, 1)
@@ -374,18 +385,18 @@ def every_use_raises(scheduler: TransferScheduler, landed: LoadHandle, handle: L
         "exception": handle.exception,
         "add_done_callback": lambda: handle.add_done_callback(never_called),
     }
-    watermark, handle._burst.progress.enqueued = handle._burst.enqueued, 0  # inline mode has enqueued every layer
+    progress, handle._burst.progress = handle._burst.progress, Progress()  # inline mode has enqueued every layer
     for name, use in uses.items():
         print(name)
         with pytest.raises(SchedulerClosedError, match="fork"):
             use()
-    handle._burst.progress.enqueued = watermark
+    handle._burst.progress = progress
 
 
 def child_has_its_own(scheduler: TransferScheduler, landed: LoadHandle, handle: LoadHandle) -> None:
     """In the child: a scheduler of its own on a device of its own works, and so does ending without a close."""
     device = EmulatedDevice()
-    own = TransferScheduler(LaunchingBackend(device), runtime=device)
+    own = TransferScheduler(LaunchingBackend(device), runtime=device, config=config())
     own.start()
     assert hand_out(own, 7).result(timeout=SECONDS_TO_END).node_ids == (7,)
     device.hold("h2d")
@@ -396,7 +407,7 @@ def forks_with_the_default_device() -> None:
     """Scenario: parent and child each use the emulated device of their process."""
 
     def load_on_the_default_device() -> None:
-        with TransferScheduler(DefaultDeviceBackend()) as scheduler:
+        with TransferScheduler(DefaultDeviceBackend(), config=config()) as scheduler:
             assert hand_out(scheduler, 1).result(timeout=SECONDS_TO_END).node_ids == (1,)
 
     load_on_the_default_device()

@@ -1,0 +1,450 @@
+"""What only the native data plane does; all else is tested with each plane."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from hicache_sched import (
+    AckStatus,
+    DeviceLostError,
+    HiCacheSchedError,
+    LoadFailedError,
+    LoadHandle,
+    LoadOp,
+    SchedulerConfig,
+    TransferScheduler,
+    native,
+)
+from hicache_sched.copy import PooledBackend
+from hicache_sched.device import EmulatedDevice
+from tests.builders import LaunchingBackend, MakeScheduler, hand_out
+from tests.copy.builders import expected_bytes, make_pair, page_op, raw_bytes, tokens_of
+from tests.scheduler.crowd import WAIT, eventually, in_thread
+
+pytestmark = pytest.mark.skipif(native.module is None, reason="needs the native part")
+
+OPS = [page_op(1, [5, 2], [1, 6]), page_op(2, [7], [0])]
+
+
+@pytest.fixture
+def plane() -> str:
+    """What is chosen where nothing is said."""
+    return "auto"
+
+
+def load(scheduler: TransferScheduler, ops: Sequence[LoadOp] = OPS) -> LoadHandle:
+    for op in ops:
+        scheduler.load(op)
+    handle = scheduler.start_loading_sync(WAIT)
+    assert handle is not None
+    return handle
+
+
+# -- without the GIL --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nobody_gives_up_the_gil() -> Iterator[Any]:
+    """A way to sleep that keeps the GIL, and no request for it by another thread is heard."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    yield ctypes.PyDLL(None).usleep
+    sys.setswitchinterval(interval)
+
+
+def test_a_burst_lands_while_this_thread_keeps_the_gil(
+    make_scheduler: MakeScheduler, nobody_gives_up_the_gil: Any
+) -> None:
+    pair = make_pair(num_layers=8)
+    wanted = expected_bytes(pair, OPS)
+    scheduler = make_scheduler(PooledBackend([pair]))
+    progress = load(scheduler)._burst.progress
+    for _ in range(10_000):
+        if progress.landed == 8:
+            break
+        nobody_gives_up_the_gil(1000)
+    assert progress.landed == 8
+    assert raw_bytes(pair.device) == wanted
+
+
+def test_a_thread_that_waits_for_a_layer_is_woken_although_the_loop_is_stuck(
+    device: EmulatedDevice, make_scheduler: MakeScheduler
+) -> None:
+    stuck, go_on = threading.Event(), threading.Event()
+
+    def on_ack(ack: Any) -> None:
+        stuck.set()
+        go_on.wait(WAIT)
+
+    scheduler = make_scheduler(PooledBackend([make_pair()]), on_ack=on_ack)
+    load(scheduler).result(WAIT)
+    assert stuck.wait(WAIT)
+    device.hold("h2d")
+    handle = load(scheduler)
+    on_stream = device.Stream()
+
+    def wait() -> None:
+        handle.wait_layer(0, WAIT)  # on the thread's default stream: until it has landed
+        with device.stream(on_stream):
+            handle.wait_layer(1, WAIT)
+
+    waiting = in_thread(wait)
+    device.resume("h2d")
+    waiting.result(WAIT)
+    go_on.set()
+
+
+# -- which plane ------------------------------------------------------------------------------------------------------
+
+
+class OwnCopies(PooledBackend):
+    """Might do anything differently."""
+
+
+class OwnDevice(EmulatedDevice):
+    """Likewise."""
+
+
+def started(logs: list[Any]) -> tuple[str, str | None]:
+    (entry,) = [entry for entry in logs if entry["event"] == "scheduler_started"]
+    return entry["plane"], entry["plane_reason"]
+
+
+def test_it_is_chosen_where_it_can_plan_and_the_log_says_so(make_scheduler: MakeScheduler, logs: list[Any]) -> None:
+    scheduler = make_scheduler(PooledBackend([make_pair()]))
+    assert started(logs) == ("native", None)
+    assert scheduler.stats().plane == "native"
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [
+        (LaunchingBackend, "LaunchingBackend makes its copies in Python"),
+        (lambda device: OwnCopies([make_pair()]), "OwnCopies makes its copies in Python"),
+    ],
+)
+def test_a_backend_that_makes_its_copies_itself_gets_the_python_plane_and_the_log_says_why(
+    device: EmulatedDevice, make_scheduler: MakeScheduler, backend: Any, reason: str, logs: list[Any]
+) -> None:
+    make_scheduler(backend(device))
+    assert started(logs) == ("python", reason)
+
+
+def test_a_device_that_is_not_quite_the_emulated_one_gets_the_python_plane(logs: list[Any]) -> None:
+    with OwnDevice() as device, TransferScheduler(PooledBackend([make_pair()]), runtime=device):
+        assert started(logs) == ("python", "OwnDevice is not known to it")
+
+
+def test_without_the_native_part_the_log_says_why_it_is_missing(
+    make_scheduler: MakeScheduler, monkeypatch: pytest.MonkeyPatch, logs: list[Any]
+) -> None:
+    monkeypatch.setattr(native, "module", None)
+    monkeypatch.setattr(native, "missing_because", "of a test")
+    with EmulatedDevice() as device:
+        make_scheduler(PooledBackend([make_pair()]), runtime=device).close(WAIT)
+    assert started(logs) == ("python", "the native part is missing: of a test")
+
+
+def test_asked_for_by_name_where_there_is_none_it_is_refused_with_the_reason() -> None:
+    with OwnDevice() as device:
+        scheduler = TransferScheduler(LaunchingBackend(device), runtime=device, config=SchedulerConfig(plane="native"))
+        with pytest.raises(HiCacheSchedError, match='plane="native" cannot be had: OwnDevice is not known to it'):
+            scheduler.start()
+
+
+# -- what it is given -------------------------------------------------------------------------------------------------
+
+
+def test_ops_that_were_loaded_before_the_start_are_loaded(make_scheduler: MakeScheduler) -> None:
+    pair = make_pair()
+    wanted = expected_bytes(pair, OPS)
+    scheduler = make_scheduler(PooledBackend([pair]), start=False)
+    for op in OPS:
+        scheduler.load(op)
+    scheduler.start()
+    handle = scheduler.start_loading_sync(WAIT)
+    assert handle is not None
+    assert handle.result(WAIT).num_tokens == 12
+    assert raw_bytes(pair.device) == wanted
+
+
+class NotPlain(torch.Tensor):
+    """A subclass, whose memory may not hold what it says."""
+
+
+def strided(op: LoadOp) -> LoadOp:
+    """The same indices, each with another behind it in memory."""
+    host, device = (
+        torch.stack([indices, indices + 1], dim=1)[:, 0] for indices in (op.host_indices, op.device_indices)
+    )
+    return LoadOp(op.node_id, host, device)
+
+
+def expanded(op: LoadOp) -> LoadOp:
+    """The same token again and again, as one number in memory."""
+    host = torch.tensor([7]).expand(4)
+    return LoadOp(op.node_id, host, op.device_indices[:4])
+
+
+def not_plain(op: LoadOp) -> LoadOp:
+    return LoadOp(op.node_id, op.host_indices.as_subclass(NotPlain), op.device_indices)
+
+
+@pytest.mark.parametrize("change", [strided, expanded, not_plain])
+def test_indices_are_read_however_they_lie_in_memory(make_scheduler: MakeScheduler, change: Any) -> None:
+    pair = make_pair(page_size=1)
+    ops = [change(page_op(1, [5, 2, 3, 1], [1, 6, 4, 2], page_size=1)), page_op(2, [7], [0], page_size=1)]
+    wanted = expected_bytes(pair, ops)
+    assert load(make_scheduler(PooledBackend([pair])), ops).result(WAIT).status is AckStatus.OK
+    assert raw_bytes(pair.device) == wanted
+
+
+def test_the_ops_of_an_interrupted_load_are_left_to_python(
+    make_scheduler: MakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair()
+    wanted = expected_bytes(pair, OPS)
+    scheduler = make_scheduler(PooledBackend([pair]))
+    scheduler.load(OPS[0])
+    indices = scheduler._protocol._queue.indices
+    with monkeypatch.context() as patch:
+        patch.setattr(type(indices), "_add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            scheduler.load(OPS[1])
+    handle = scheduler.start_loading_sync(WAIT)
+    assert handle is not None
+    assert handle.node_ids == (1, 2), "it was loaded all the same"
+    handle.result(WAIT)
+    assert raw_bytes(pair.device) == wanted
+
+
+def interrupted(*args: Any) -> bool:
+    raise KeyboardInterrupt
+
+
+# -- the calls it makes -----------------------------------------------------------------------------------------------
+
+
+def calls_of(plane: str) -> list[tuple[str, str, str, str]]:
+    """The calls of a burst with a fence, objects by the order in which they appear."""
+    pair = make_pair(num_layers=3)
+    with EmulatedDevice() as device:
+        fence = device.Stream()
+        with TransferScheduler(
+            PooledBackend([pair]),
+            runtime=device,
+            fence_stream=fence,
+            config=SchedulerConfig(plane=plane),  # type: ignore[arg-type]
+        ) as scheduler:
+            calls = device.record_calls()
+            load(scheduler).result(WAIT)
+            streams = {id(scheduler.h2d_stream): "h2d", id(scheduler.index_stream): "index", id(fence): "fence"}
+            names: dict[int, str] = {}
+            listed = []
+            for call, what, stream, thread in calls:
+                if call not in ("enter", "leave"):
+                    name = streams.get(id(what)) or names.setdefault(id(what), f"event {len(names)}")
+                    where = streams.get(id(stream), "a thread's own") if call != "synchronize" else ""
+                    listed.append((call, name, where, thread))
+    return listed
+
+
+def by_thread(calls: list[tuple[str, str, str, str]]) -> dict[str, list[tuple[str, str, str, str]]]:
+    return {name: [call for call in calls if call[3] == name] for name in {call[3] for call in calls}}
+
+
+def test_each_thread_makes_the_calls_that_it_makes_in_python() -> None:
+    assert by_thread(calls_of("native")) == by_thread(calls_of("python"))
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("engine", "stage", "layer"), [("h2d", "enqueuing", 0), ("d2h", "preparing", None)])
+def test_an_operation_that_is_refused_fails_its_burst_with_what_was_raised(
+    device: EmulatedDevice, make_scheduler: MakeScheduler, engine: Any, stage: str, layer: int | None, logs: list[Any]
+) -> None:
+    scheduler = make_scheduler(PooledBackend([make_pair()]))
+    error = RuntimeError("refused")
+    device.fail_next(engine, error)
+    with pytest.raises(LoadFailedError) as failure:
+        load(scheduler).result(WAIT)
+    assert failure.value.cause is error
+    assert failure.value.layer == layer
+    assert load(scheduler).result(WAIT).status is AckStatus.OK
+    scheduler.close(WAIT)
+    (entry,) = [entry for entry in logs if entry["event"] == "burst_failed"]
+    assert (entry["stage"], entry["layer"], entry["node_ids"]) == (stage, layer, [1, 2])
+
+
+def test_layers_before_one_that_is_refused_land_and_it_is_named(
+    device: EmulatedDevice, make_scheduler: MakeScheduler
+) -> None:
+    pair = make_pair(num_layers=4)
+    wanted = expected_bytes(pair, OPS, layers=[0, 1])
+    scheduler = make_scheduler(PooledBackend([pair]), h2d_queue_ops=1)  # one layer in flight
+    device.hold("h2d")
+    handle = load(scheduler)
+    eventually(lambda: handle.layer_enqueued(0))
+    device.step("h2d", 1)
+    eventually(lambda: handle.layer_enqueued(1))
+    device.fail_next("h2d", RuntimeError("refused"))
+    device.resume("h2d")
+    with pytest.raises(LoadFailedError) as failure:
+        handle.result(WAIT)
+    assert failure.value.layer == 2
+    assert [handle.layer_landed(layer) for layer in range(4)] == [True, True, False, False]
+    assert raw_bytes(pair.device) == wanted
+
+
+@pytest.mark.parametrize("held", ["compute", "d2h", "h2d"])
+def test_a_device_that_is_lost_while_a_burst_is_stuck_on_it_is_said_once(
+    make_scheduler: MakeScheduler, held: Any, logs: list[Any]
+) -> None:
+    device = EmulatedDevice()
+    scheduler = make_scheduler(PooledBackend([make_pair()]), runtime=device)
+    device.hold(held)
+    with device.stream(device.Stream()):
+        device.launch(lambda: None)
+        handles = [load(scheduler) for _ in range(3)]
+    if held == "h2d":
+        eventually(lambda: handles[0].layer_enqueued(0))
+    device.lose(RuntimeError("fell off the bus"))
+    for handle in handles:
+        with pytest.raises(LoadFailedError) as failure:
+            handle.result(WAIT)
+        assert isinstance(failure.value.cause, DeviceLostError)
+    scheduler.close(WAIT)
+    assert [entry["event"] for entry in logs].count("device_lost") == 1
+
+
+@pytest.mark.parametrize(("held", "stage"), [("compute", "preparing"), ("d2h", "preparing"), ("h2d", "device")])
+def test_a_burst_that_is_stuck_is_logged_with_where_and_its_recovery_once(
+    device: EmulatedDevice, make_scheduler: MakeScheduler, held: Any, stage: str, logs: list[Any]
+) -> None:
+    scheduler = make_scheduler(PooledBackend([make_pair()]), stall_log_interval=0.01)
+
+    def entries(event: str) -> list[Any]:
+        return [entry for entry in logs if entry["event"] == event]
+
+    device.hold(held)
+    with device.stream(device.Stream()):
+        device.launch(lambda: None)
+        handle = load(scheduler)
+    waiting = in_thread(lambda: handle.wait_layer(0, WAIT))
+    eventually(lambda: any(entry["waiter"] is not None for entry in entries("layer_stalled")))
+    eventually(lambda: len(entries("layer_stalled")) >= 3)
+    device.resume(held)
+    waiting.result(WAIT)
+    handle.result(WAIT)
+    scheduler.close(WAIT)
+    assert {(entry["stage"], entry["layer"]) for entry in entries("layer_stalled")} == {(stage, 0)}
+    assert [(entry["burst_id"], entry["layer"]) for entry in entries("layer_recovered")] == [(1, 0)]
+
+
+def test_a_close_runs_out_of_time_while_a_call_is_stuck_and_succeeds_later(
+    device: EmulatedDevice, make_scheduler: MakeScheduler
+) -> None:
+    scheduler = make_scheduler(PooledBackend([make_pair()]))
+    device.hold("d2h")
+    handle = load(scheduler)
+    with pytest.raises(TimeoutError):
+        scheduler.close(timeout=0.05)
+    device.resume("d2h")
+    scheduler.close(WAIT)
+    assert handle.result(WAIT).status is AckStatus.OK
+
+
+# -- nothing is left --------------------------------------------------------------------------------------------------
+
+
+def resident_kib() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+
+
+def num_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
+def test_many_bursts_leave_no_memory_no_file_and_no_thread_behind() -> None:
+    bursts = int(os.environ.get("HICACHE_SCHED_TEST_BURSTS", "4000"))
+    with EmulatedDevice() as device, TransferScheduler(PooledBackend([make_pair()]), runtime=device) as scheduler:
+
+        def run(count: int) -> None:
+            for number in range(count):
+                handle = load(scheduler)
+                if number % 7 == 0:
+                    handle.wait_layer(1, WAIT)
+                if number % 11 == 0:
+                    handle.cancel()
+                if number % 13 == 0:
+                    device.fail_next("h2d", RuntimeError("refused"))
+                scheduler.pop_acks()
+
+        run(1000)
+        gc.collect()
+        before = resident_kib(), num_open_files(), threading.active_count()
+        run(bursts)
+        gc.collect()
+        after = resident_kib(), num_open_files(), threading.active_count()
+    assert after[1:] == before[1:]
+    assert after[0] - before[0] < 2048
+
+
+async def test_schedulers_that_come_and_go_leave_no_file_and_no_thread_behind() -> None:
+    before = num_open_files(), threading.active_count()
+    for _ in range(20):
+        with EmulatedDevice() as device:
+            async with TransferScheduler(PooledBackend([make_pair()]), runtime=device) as scheduler:
+                handle = load(scheduler)
+                await asyncio.wait_for(handle.layer(0), WAIT)
+                await handle
+        del scheduler, handle, device
+    gc.collect()
+    assert (num_open_files(), threading.active_count()) == before
+
+
+def test_what_python_submits_and_what_it_does_not_go_in_the_order_of_their_hand_out(
+    device: EmulatedDevice, make_scheduler: MakeScheduler
+) -> None:
+    pair = make_pair(page_size=1)
+    scheduler = make_scheduler(PooledBackend([pair]))
+    device.hold("h2d")
+    handles = [
+        load(scheduler, [op])
+        for op in (page_op(1, [5], [1], 1), not_plain(page_op(2, [6], [1], 1)), page_op(3, [7], [1], 1))
+    ]
+    device.resume("h2d")
+    for handle in handles:
+        handle.result(WAIT)
+    wanted = expected_bytes(pair, [page_op(3, [7], [1], 1)])
+    assert raw_bytes(pair.device) == wanted
+    assert [ack.node_ids for ack in scheduler.pop_acks()] == [(1,), (2,), (3,)]
+
+
+def test_a_launching_backend_can_have_its_landings_observed_natively(
+    device: EmulatedDevice, make_scheduler: MakeScheduler
+) -> None:
+    scheduler = make_scheduler(LaunchingBackend(device), plane="native")
+    assert hand_out(scheduler, 1).result(WAIT).status is AckStatus.OK
+    assert scheduler.stats().plane == "native"
+
+
+def test_token_indices_of_the_last_page_are_in_range(make_scheduler: MakeScheduler) -> None:
+    pair = make_pair()
+    op = LoadOp(1, tokens_of([7], 4), tokens_of([7], 4))
+    wanted = expected_bytes(pair, [op])
+    load(make_scheduler(PooledBackend([pair])), [op]).result(WAIT)
+    assert raw_bytes(pair.device) == wanted
