@@ -84,6 +84,7 @@ class Burst:
     def set_up(self, start: int, fence: int, events: NDArray[np.int64], indices: Indices | None, /) -> None: ...
     def set_plan(
         self,
+        plane: Plane,
         src_offsets: NDArray[np.int64],
         dst_offsets: NDArray[np.int64],
         sizes: NDArray[np.int64],

@@ -102,6 +102,7 @@ class NativePlane:
         if plan is None:
             return False
         burst.progress.set_plan(
+            self.native,
             plan.src_offsets,
             plan.dst_offsets,
             plan.sizes,

@@ -58,6 +58,7 @@ class TransferScheduler:
         device, runtime: where transfers run.
         h2d_stream: the stream that layers are submitted on, once started.
         index_stream: the stream that device indices are read on, once started; None in inline mode.
+        plane_reason: once started, why the data plane is not the native one; None where it is, and in inline mode.
     """
 
     h2d_stream: Any
@@ -104,6 +105,7 @@ class TransferScheduler:
         self._notified = NotifiedWaits(self._guard)
         self._threads: Threads | None = None
         self._downgrade_said = False
+        self.plane_reason: str | None = None
 
     # -- lifecycle ------------------------------------------------------------------------------------------------
 
@@ -130,6 +132,7 @@ class TransferScheduler:
             config.h2d_queue_ops, config.num_slots, ops_per_layer=getattr(self._backend, "ops_per_layer", 1)
         )
         native_plane = self._choose_plane(max_layers)
+        self.plane_reason = native_plane.reason if isinstance(native_plane, NoNativePlane) else None
         handles_for = self.h2d_stream if isinstance(native_plane, NativePlane) else None
         event_sets = self._event_sets = EventSetPool(device, protocol.num_layers, handles_for)
         failures = self._failures = FailureDesk(protocol, device, self.h2d_stream)
@@ -179,7 +182,7 @@ class TransferScheduler:
             "scheduler_started",
             mode=config.mode,
             plane=self._plane_name,
-            plane_reason=native_plane.reason if isinstance(native_plane, NoNativePlane) else None,
+            plane_reason=self.plane_reason,
             event_loop=event_loop,
             num_slots=config.num_slots,
             device=device.name,

@@ -8,8 +8,8 @@ namespace hicache {
 
 // sizes[i] bytes from src[i] to dst[i], one copy after the other. Nothing is checked.
 //
-// With planes, the copies of plane p are those from plane_ends[p - 1] to plane_ends[p], and its bases are added to their
-// addresses; a plane whose bases are 0 is left out.
+// With planes, the copies of plane p are those from plane_ends[p - 1] to plane_ends[p], and its bases are added to
+// their addresses; a plane whose bases are 0 is left out.
 struct Copies {
   const std::int64_t* dst = nullptr;
   const std::int64_t* src = nullptr;

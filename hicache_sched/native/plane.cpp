@@ -16,7 +16,10 @@ void gather(std::int64_t* to, const Indices& from, std::size_t count) {
 }  // namespace
 
 Plane::Plane(std::shared_ptr<PlaneDevice> device, std::shared_ptr<Planner> planner, Bases bases, std::size_t max_layers)
-    : device_(std::move(device)), planner_(std::move(planner)), bases_(std::move(bases)), max_layers_(max_layers) {}
+    : device_(std::move(device)),
+      planner_(std::move(planner)),
+      bases_(std::make_shared<Bases>(std::move(bases))),
+      max_layers_(max_layers) {}
 
 void Plane::hand_over(const BurstPtr& burst, std::int64_t id) {
   burst->id = id;
@@ -114,22 +117,24 @@ Status Plane::plan(Burst& burst) {
     shares_.push_back({joined.pair, burst.indices->data() + joined.src_at, burst.indices->data() + joined.dst_at,
                        joined.op_ends.data(), joined.op_ends.size(), num_tokens});
   }
-  if (!planner_->plan(shares_, burst.plan)) {
+  burst.copied = new_copied();
+  const Plan& plan = burst.copied->plan;
+  std::vector<std::int64_t>& bases = burst.copied->bases;
+  if (!planner_->plan(shares_, burst.copied->plan)) {
     status.kind = Status::kInvalid;
     return status;
   }
-  const Plan& plan = burst.plan;
   const std::size_t num_planes = plan.columns.size();
-  const bool has_all = num_planes == bases_.num_planes;
-  burst.bases.resize(has_all ? 0 : 2 * bases_.num_layers * num_planes);
+  const bool has_all = num_planes == bases_->num_planes;
+  bases.resize(has_all ? 0 : 2 * bases_->num_layers * num_planes);
   burst.num_bytes = 0;
-  for (std::size_t layer = 0, at = 0; layer < bases_.num_layers; ++layer) {
+  for (std::size_t layer = 0, at = 0; layer < bases_->num_layers; ++layer) {
     for (std::size_t plane = 0; plane < num_planes; ++plane) {
-      const std::size_t place = layer * bases_.num_planes + plan.columns[plane];
-      burst.num_bytes += bases_.dst[place] != 0 ? plan.plane_bytes[plane] : 0;
+      const std::size_t place = layer * bases_->num_planes + plan.columns[plane];
+      burst.num_bytes += bases_->dst[place] != 0 ? plan.plane_bytes[plane] : 0;
       if (!has_all) {
-        burst.bases[at] = bases_.dst[place];
-        burst.bases[at + bases_.num_layers * num_planes] = bases_.src[place];
+        bases[at] = bases_->dst[place];
+        bases[at + bases_->num_layers * num_planes] = bases_->src[place];
         ++at;
       }
     }
@@ -137,8 +142,6 @@ Status Plane::plan(Burst& burst) {
   return status;
 }
 
-// Where nobody reads the last burst's any more its memory is used again: fresh memory takes longer to be mapped than to
-// be filled.
 Status Plane::join_indices(Burst& burst) {
   std::vector<OpShare>& shares = burst.shares;
   std::stable_sort(shares.begin(), shares.end(), [](const OpShare& a, const OpShare& b) { return a.pair < b.pair; });
@@ -146,10 +149,8 @@ Status Plane::join_indices(Burst& burst) {
   for (const OpShare& share : shares) {
     total += 2 * share.num_tokens;
   }
-  if (indices_ == nullptr || indices_.use_count() > 1 || indices_->size() < total) {
-    indices_ = std::make_shared<std::vector<std::int64_t>>(total);
-  }
-  burst.indices = indices_;
+  burst.indices = indices_->take();
+  burst.indices->resize(std::max(total, burst.indices->size()));
   burst.joined.clear();
   reads_.clear();
   const auto bring = [&](const Indices& from, std::size_t to, std::size_t count) {
@@ -185,11 +186,12 @@ Status Plane::join_indices(Burst& burst) {
 
 Status Plane::submit_layers(const BurstPtr& burst) {
   Progress& progress = burst->progress;
-  const Plan& plan = burst->plan;
+  const std::shared_ptr<Copied> copied = burst->copied;
+  const Plan& plan = copied->plan;
   const std::size_t num_planes = plan.columns.size(), num_layers = burst->num_layers;
-  const std::int64_t* dst_base = burst->bases.empty() ? bases_.dst.data() : burst->bases.data();
-  const std::int64_t* src_base =
-      burst->bases.empty() ? bases_.src.data() : burst->bases.data() + num_layers * num_planes;
+  const bool has_own = !copied->bases.empty();
+  const std::int64_t* dst_base = has_own ? copied->bases.data() : bases_->dst.data();
+  const std::int64_t* src_base = has_own ? copied->bases.data() + num_layers * num_planes : bases_->src.data();
   Status status = device_->wait_on_h2d_stream(burst->start);
   if (status.is_ok() && burst->fence != 0) {
     status = device_->wait_on_h2d_stream(burst->fence);
@@ -210,7 +212,7 @@ Status Plane::submit_layers(const BurstPtr& burst) {
       nbytes += copies.dst_base[plane] != 0 ? plan.plane_bytes[plane] : 0;
     }
     if (status.is_ok() && nbytes != 0) {
-      status = device_->copy(copies, nbytes, burst);
+      status = device_->copy(copies, nbytes, copied);
     }
     if (status.is_ok()) {
       status = device_->record(burst->events[layer + 1]);
@@ -256,7 +258,8 @@ Status Plane::make_room() {
   const auto [burst, layer] = in_flight_.front();
   in_flight_.pop_front();
   // Its events are not recorded again meanwhile: this thread would do it.
-  return burst->progress.has(kLanded, layer) ? Status{} : device_->synchronize(burst->events[layer + 1], Caller::kSubmitter);
+  const Handle event = burst->events[layer + 1];
+  return burst->progress.has(kLanded, layer) ? Status{} : device_->synchronize(event, Caller::kSubmitter);
 }
 
 // -- landing ---------------------------------------------------------------------------------------------------------

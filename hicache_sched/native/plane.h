@@ -1,9 +1,10 @@
 // The native data plane: bursts from hand-out to landed, without Python.
 //
 // Threads: two of the owner's, which have no need of Python meanwhile, live in `submit` and in `observe`; each comes out
-// where it needs its owner, who sees to that and calls again. `submit` takes bursts in the order of `hand_over` and makes
-// every device call of theirs but the waits for landed layers, which `observe` makes. `hand_over`, `stop` and `abandon`
-// are called on any thread and do not block. A burst is everybody's; see progress.h for what of it may be asked when.
+// where it needs its owner, who sees to that and calls again. `submit` takes bursts in the order of `hand_over` and
+// makes every device call of theirs but the waits for landed layers, which `observe` makes. `hand_over`, `stop` and
+// `abandon` are called on any thread and do not block. A burst is everybody's; see progress.h for what of it may be
+// asked when.
 #pragma once
 
 #include <atomic>
@@ -18,6 +19,7 @@
 #include "plane_device.h"
 #include "planner.h"
 #include "progress.h"
+#include "recycler.h"
 
 namespace hicache {
 
@@ -42,6 +44,19 @@ struct Joined {
   std::size_t src_at = 0, dst_at = 0;  // where in the burst's memory for indices
 };
 
+// The base addresses of every plane in each transfer layer, [num_layers, num_planes]; 0 where a layer has none.
+struct Bases {
+  std::size_t num_layers = 0, num_planes = 0;
+  std::vector<std::int64_t> dst, src;
+};
+
+// What a burst copies, and between which addresses; kept until its copies have been made.
+struct Copied {
+  Plan plan;
+  std::vector<std::int64_t> bases;  // dst, then src, of the plan's planes; none where those are all there are:
+  std::shared_ptr<const Bases> all;
+};
+
 struct Burst {
   Burst(std::shared_ptr<Doorbell> doorbell, std::shared_ptr<Waiter> observer, std::size_t layers)
       : progress(std::move(doorbell), std::move(observer)), num_layers(layers) {}
@@ -57,23 +72,23 @@ struct Burst {
   const Handle* events = nullptr;  // the start of the ack, each layer, its finish: num_layers + 2
   std::int64_t id = 0;             // by which its owner knows it
 
-  // The submitting thread's; where a burst was refused, its owner's after that.
+  // The submitting thread's, and the owner's after that.
   std::vector<Joined> joined;
   std::shared_ptr<std::vector<std::int64_t>> indices;
-  Plan plan;
-  std::vector<std::int64_t> bases;  // dst, then src, of the plan's planes; none where those are all that the plane knows
+  std::shared_ptr<Copied> copied;
   std::int64_t num_bytes = 0;
 
   std::atomic<bool> has_failed_on_device{false};  // its owner knows: layers are not waited for any more
+
+  // It has ended: let go of all that is large.
+  void release() {
+    joined.clear();
+    indices = nullptr;
+    copied = nullptr;
+  }
 };
 
 using BurstPtr = std::shared_ptr<Burst>;
-
-// The base addresses of every plane in each transfer layer, [num_layers, num_planes]; 0 where a layer has none.
-struct Bases {
-  std::size_t num_layers = 0, num_planes = 0;
-  std::vector<std::int64_t> dst, src;
-};
 
 class Plane {
  public:
@@ -94,7 +109,12 @@ class Plane {
   // max_layers: that may be in flight, see LayersInFlight in Python.
   Plane(std::shared_ptr<PlaneDevice> device, std::shared_ptr<Planner> planner, Bases bases, std::size_t max_layers);
 
-  BurstPtr new_burst() const { return std::make_shared<Burst>(doorbell_, observer_, bases_.num_layers); }
+  std::shared_ptr<Copied> new_copied() const {
+    auto copied = copied_->take();
+    copied->all = bases_;
+    return copied;
+  }
+  BurstPtr new_burst() const { return std::make_shared<Burst>(doorbell_, observer_, bases_->num_layers); }
   void hand_over(const BurstPtr& burst, std::int64_t id);  // a second time, where the first was interrupted
   Stop submit();   // blocks
   Stop observe();  // blocks; the same burst again, until the owner is done with it:
@@ -102,7 +122,7 @@ class Plane {
   void stop();     // submit and observe come out once there is nothing to do
   void abandon();  // they come out between two operations
 
-  // For an owner who plans, on the submitting thread: submits a burst that has begun and has its plan and bases. Blocks.
+  // For an owner who plans, on the submitting thread: submits a burst that has begun and knows what to copy. Blocks.
   Status submit_layers(const BurstPtr& burst);
 
   Doorbell& doorbell() const { return *doorbell_; }
@@ -124,7 +144,7 @@ class Plane {
 
   const std::shared_ptr<PlaneDevice> device_;
   const std::shared_ptr<Planner> planner_;
-  const Bases bases_;
+  const std::shared_ptr<const Bases> bases_;
   const std::size_t max_layers_;
   const std::shared_ptr<Doorbell> doorbell_ = std::make_shared<Doorbell>();
   const std::shared_ptr<Waiter> observer_ = std::make_shared<Waiter>();
@@ -134,9 +154,12 @@ class Plane {
   std::mutex mutex_;  // of the two queues
   std::deque<BurstPtr> to_submit_, to_observe_;
 
+  const std::shared_ptr<Recycler<Copied>> copied_ = std::make_shared<Recycler<Copied>>();
+  const std::shared_ptr<Recycler<std::vector<std::int64_t>>> indices_ =
+      std::make_shared<Recycler<std::vector<std::int64_t>>>();
+
   // The submitting thread's.
   std::deque<std::pair<BurstPtr, std::int64_t>> in_flight_;
-  std::shared_ptr<std::vector<std::int64_t>> indices_;
   std::vector<Read> reads_;
   std::vector<Share> shares_;
 };

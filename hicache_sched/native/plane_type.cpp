@@ -18,8 +18,11 @@
 namespace hicache {
 namespace {
 
+using PlanePtr = std::shared_ptr<Plane>;
+
 PyTypeObject* burst_type = nullptr;
 PyTypeObject* indices_type = nullptr;
+PyTypeObject* plane_type = nullptr;
 
 // A Python object that holds one of C++.
 template <typename T>
@@ -55,6 +58,14 @@ void dealloc(PyObject* self) {
 bool as_int64(PyObject* number, std::int64_t& value) {
   value = PyLong_AsLongLong(number);
   return value != -1 || PyErr_Occurred() == nullptr;
+}
+
+const PlanePtr* plane_of(PyObject* object) {
+  if (!Py_IS_TYPE(object, plane_type)) {
+    PyErr_SetString(PyExc_TypeError, "it must be a Plane");
+    return nullptr;
+  }
+  return &held<PlanePtr>(object);
 }
 
 // -- indices ---------------------------------------------------------------------------------------------------------
@@ -98,8 +109,8 @@ PyType_Spec indices_spec = {"hicache_sched._native.Indices", sizeof(Holder<OpSha
 
 // -- bursts ----------------------------------------------------------------------------------------------------------
 
-// set_up(start, fence, events, indices): indices are None where the owner is to submit it. Once; a second time, where the
-// first was interrupted, does nothing.
+// set_up(start, fence, events, indices): indices are None where the owner is to submit it. Once; a second time, where
+// the first was interrupted, does nothing.
 PyObject* set_up(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
   Burst& burst = *held<BurstPtr>(self);
   if (burst.is_set_up) {
@@ -129,35 +140,47 @@ PyObject* set_up(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
   Py_RETURN_NONE;
 }
 
-// set_plan(src_offsets, dst_offsets, sizes, plane_ends, src_base, dst_base): of the owner's, who has checked it; bases are
-// those of all layers, one behind the other.
+// set_plan(plane, src_offsets, dst_offsets, sizes, plane_ends, src_base, dst_base): of the owner's, who has checked it;
+// bases are those of all layers, one behind the other.
 PyObject* set_plan(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
-  static constexpr const char* kNames[] = {"src_offsets", "dst_offsets", "sizes", "plane_ends", "src_base", "dst_base"};
+  static constexpr const char* kNames[] = {"src_offsets", "dst_offsets", "sizes",
+                                           "plane_ends",  "src_base",    "dst_base"};
   Int64s arrays[6];
-  if (!check_count(num_args, 6)) {
+  if (!check_count(num_args, 7)) {
+    return nullptr;
+  }
+  const PlanePtr* plane = plane_of(args[0]);
+  if (plane == nullptr) {
     return nullptr;
   }
   for (int i = 0; i < 6; ++i) {
-    if (!arrays[i].borrow(args[i], kNames[i])) {
+    if (!arrays[i].borrow(args[i + 1], kNames[i])) {
       return nullptr;
     }
   }
-  const auto values = [&](int i) { return std::vector<std::int64_t>(arrays[i].data(), arrays[i].data() + arrays[i].size()); };
-  Burst& burst = *held<BurstPtr>(self);
-  Plan& plan = burst.plan;
-  plan.src_offsets = values(0), plan.dst_offsets = values(1), plan.sizes = values(2), plan.plane_ends = values(3);
+  const auto put = [&](std::vector<std::int64_t>& to, int i) {
+    to.insert(to.end(), arrays[i].data(), arrays[i].data() + arrays[i].size());
+  };
+  auto copied = (*plane)->new_copied();
+  Plan& plan = copied->plan;
+  std::vector<std::int64_t>* all[] = {&plan.src_offsets, &plan.dst_offsets, &plan.sizes, &plan.plane_ends};
+  for (int i = 0; i < 4; ++i) {
+    all[i]->clear();
+    put(*all[i], i);
+  }
   plan.columns.resize(plan.plane_ends.size());
   plan.plane_bytes.clear();
   std::size_t first = 0;
   for (const std::int64_t end : plan.plane_ends) {
     const auto last = static_cast<std::size_t>(end);
-    plan.plane_bytes.push_back(std::accumulate(plan.sizes.begin() + static_cast<std::ptrdiff_t>(first),
-                                               plan.sizes.begin() + static_cast<std::ptrdiff_t>(last), std::int64_t{0}));
+    plan.plane_bytes.push_back(
+        std::accumulate(plan.sizes.data() + first, plan.sizes.data() + last, std::int64_t{0}));
     first = last;
   }
-  burst.bases = values(5);
-  const auto src_base = values(4);
-  burst.bases.insert(burst.bases.end(), src_base.begin(), src_base.end());
+  copied->bases.clear();
+  put(copied->bases, 5);
+  put(copied->bases, 4);
+  held<BurstPtr>(self)->copied = std::move(copied);
   Py_RETURN_NONE;
 }
 
@@ -206,6 +229,13 @@ PyObject* give_up(PyObject* self, PyObject* unless_begun) {
   return answer < 0 ? nullptr : PyBool_FromLong(held<BurstPtr>(self)->progress.give_up(answer == 1));
 }
 
+PyObject* mark_ended(PyObject* self, PyObject*) {
+  Burst& burst = *held<BurstPtr>(self);
+  burst.progress.mark_ended();
+  burst.release();
+  Py_RETURN_NONE;
+}
+
 PyObject* fail_on_device(PyObject* self, PyObject*) {
   held<BurstPtr>(self)->has_failed_on_device = true;
   Py_RETURN_NONE;
@@ -225,7 +255,8 @@ PyObject* read_indices(PyObject* self, PyObject*) {
     const std::int64_t* values = burst.indices->data();
     PyObject* entry = Py_BuildValue("(nNNN)", static_cast<Py_ssize_t>(joined.pair),
                                     int64_bytes(joined.op_ends.data(), joined.op_ends.size()),
-                                    int64_bytes(values + joined.src_at, count), int64_bytes(values + joined.dst_at, count));
+                                    int64_bytes(values + joined.src_at, count),
+                                    int64_bytes(values + joined.dst_at, count));
     if (entry == nullptr || PyList_Append(list, entry) != 0) {
       Py_XDECREF(entry);
       Py_DECREF(list);
@@ -258,7 +289,7 @@ PyMethodDef burst_methods[] = {
     {"advance_landed", advance<kLanded>, METH_O, nullptr},
     {"mark_finish_recorded", step<&Progress::mark_finish_recorded>, METH_NOARGS, nullptr},
     {"mark_submitted", step<&Progress::mark_submitted>, METH_NOARGS, nullptr},
-    {"mark_ended", step<&Progress::mark_ended>, METH_NOARGS, nullptr},
+    {"mark_ended", mark_ended, METH_NOARGS, nullptr},
     {"want_enqueued", want<kEnqueued>, METH_O, nullptr},
     {"want_landed", want<kLanded>, METH_O, nullptr},
     {"fail_on_device", fail_on_device, METH_NOARGS, nullptr},
@@ -375,10 +406,8 @@ PyType_Spec sleeper_spec = {"hicache_sched._native.Sleeper", sizeof(Holder<Sleep
 
 // -- the plane -------------------------------------------------------------------------------------------------------
 
-using PlanePtr = std::shared_ptr<Plane>;
-
-// Plane(device, planner, num_layers, dst_base, src_base, max_layers): bases are those of all layers, one behind the other.
-// The planner is None where the owner is to submit every burst.
+// Plane(device, planner, num_layers, dst_base, src_base, max_layers): bases are those of all layers, one behind the
+// other. The planner is None where the owner is to submit every burst.
 PyObject* new_plane(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *device = nullptr, *planner = nullptr, *dst = nullptr, *src = nullptr;
   Py_ssize_t num_layers = 0, max_layers = 0;
@@ -405,7 +434,8 @@ PyObject* new_plane(PyTypeObject* type, PyObject* args, PyObject*) {
   bases.dst.assign(dst_base.data(), dst_base.data() + dst_base.size());
   bases.src.assign(src_base.data(), src_base.data() + src_base.size());
   try {
-    auto plane = std::make_shared<Plane>(*device_ptr, *planner_ptr, std::move(bases), static_cast<std::size_t>(max_layers));
+    auto plane =
+        std::make_shared<Plane>(*device_ptr, *planner_ptr, std::move(bases), static_cast<std::size_t>(max_layers));
     return hold(type, new PlanePtr(std::move(plane)));
   } catch (const std::exception& error) {
     PyErr_Format(PyExc_OSError, "cannot make a data plane: %s", error.what());
@@ -562,8 +592,9 @@ PyTypeObject* add_type(PyObject* module, const char* name, PyType_Spec& spec) {
 bool add_plane_types(PyObject* module) {
   burst_type = add_type(module, "Burst", burst_spec);
   indices_type = add_type(module, "Indices", indices_spec);
-  return burst_type != nullptr && indices_type != nullptr && add_type(module, "Sleeper", sleeper_spec) != nullptr &&
-         add_type(module, "Plane", plane_spec) != nullptr;
+  plane_type = add_type(module, "Plane", plane_spec);
+  return burst_type != nullptr && indices_type != nullptr && plane_type != nullptr &&
+         add_type(module, "Sleeper", sleeper_spec) != nullptr;
 }
 
 }  // namespace hicache

@@ -1,4 +1,5 @@
-// Whoever blocks does so here and not on a condition variable: a signal interrupts it, and a forked child can forget it.
+// Whoever blocks does so here and not on a condition variable: a signal interrupts it, and a forked child can forget
+// it.
 #pragma once
 
 #include <semaphore.h>

@@ -1,0 +1,47 @@
+// Memory that is used again: fresh memory takes longer to be mapped than to be filled.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace hicache {
+
+// Gives objects that come back once nobody has them any more; from any thread to any thread.
+template <typename T>
+class Recycler : public std::enable_shared_from_this<Recycler<T>> {
+ public:
+  // As whoever had it last left it.
+  std::shared_ptr<T> take() {
+    std::unique_ptr<T> object;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (!free_.empty()) {
+        object = std::move(free_.back());
+        free_.pop_back();
+      }
+    }
+    if (object == nullptr) {
+      object = std::make_unique<T>();
+    }
+    const auto self = this->shared_from_this();
+    return {object.release(), [self](T* back) { self->give_back(std::unique_ptr<T>(back)); }};
+  }
+
+ private:
+  static constexpr std::size_t kMax = 8;
+
+  void give_back(std::unique_ptr<T> object) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (free_.size() < kMax) {
+      free_.push_back(std::move(object));
+    }
+  }
+
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<T>> free_;
+};
+
+}  // namespace hicache
