@@ -68,8 +68,8 @@ def _load_a_burst(config: SchedulerConfig) -> Iterator[Finding]:
     host = Pool.mha(4, 4, 2, 1, 8, torch.uint8, layout="page_first_direct")
     device = Pool.mha(4, 4, 2, 1, 8, torch.uint8, device=accelerator)
     for pool, value in ((host, 1), (device, 0)):
-        for plane in pool.planes:
-            plane.fill_(value)
+        for rows in pool.planes:
+            rows.fill_(value)
     backend = PooledBackend([PoolPair("kv", host, device)])
     with nullcontext(torch.cuda) if accelerator == "cuda" else EmulatedDevice() as runtime:
         scheduler = TransferScheduler(backend, runtime=runtime, config=config)
