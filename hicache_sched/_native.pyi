@@ -81,7 +81,9 @@ class Burst:
     finish_recorded: bool
     progress_at: float
     num_bytes: int
-    def set_up(self, start: int, fence: int, events: NDArray[np.int64], indices: Indices | None, /) -> None: ...
+    def set_up(
+        self, ops: object, start: int, fence: int, events: NDArray[np.int64], indices: Indices | None, /
+    ) -> None: ...
     def set_plan(
         self,
         plane: Plane,
@@ -119,6 +121,7 @@ class Plane:
         num_layers: int,
         dst_base: NDArray[np.int64],
         src_base: NDArray[np.int64],
+        pools: object,
         max_layers: int,
         /,
     ) -> Plane: ...

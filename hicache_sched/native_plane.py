@@ -90,6 +90,7 @@ class NativePlane:
         indices, events = burst.queue.indices, burst.events
         assert events is not None
         burst.progress.set_up(
+            burst.queue.ops,
             self._handle(burst.start_event),
             self._handle(burst.fence_event),
             events.handles,
@@ -251,7 +252,7 @@ def native_plane_for(
         except ValueError as exc:
             return NoNativePlane(f"it does not plan such pools: {exc}")
         dst_base, src_base = layout.dst_base.ravel(), layout.src_base.ravel()
-    plane = native.module.Plane(plane_device, planner, backend.num_layers, dst_base, src_base, max_layers)
+    plane = native.module.Plane(plane_device, planner, backend.num_layers, dst_base, src_base, backend, max_layers)
     return NativePlane(plane, device, served, h2d_stream)
 
 

@@ -13,6 +13,7 @@
 #include "core.h"
 #include "emulated_plane.h"
 #include "gil.h"
+#include "graveyard.h"
 
 namespace hicache {
 namespace {
@@ -77,6 +78,7 @@ void empty(Core& core) {
   for (void* payload : core.take_garbage()) {
     Py_DECREF(static_cast<PyObject*>(payload));
   }
+  graveyard.empty();
 }
 
 Core& core_of(PyObject* self) {

@@ -13,12 +13,19 @@ void gather(std::int64_t* to, const Indices& from, std::size_t count) {
   }
 }
 
+// What is read, where it goes, and both kept alive.
+struct ReadMemory {
+  std::shared_ptr<const void> from, to;
+};
+
 }  // namespace
 
-Plane::Plane(std::shared_ptr<PlaneDevice> device, std::shared_ptr<Planner> planner, Bases bases, std::size_t max_layers)
+Plane::Plane(std::shared_ptr<PlaneDevice> device, std::shared_ptr<Planner> planner, Bases bases,
+             std::shared_ptr<const void> pools, std::size_t max_layers)
     : device_(std::move(device)),
       planner_(std::move(planner)),
       bases_(std::make_shared<Bases>(std::move(bases))),
+      pools_(std::move(pools)),
       max_layers_(max_layers) {}
 
 void Plane::hand_over(const BurstPtr& burst, std::int64_t id) {
@@ -181,7 +188,10 @@ Status Plane::join_indices(Burst& burst) {
     at += static_cast<std::size_t>(end);
     burst.joined.push_back(std::move(joined));
   }
-  return reads_.empty() ? Status{} : device_->read(reads_, burst.indices);
+  if (reads_.empty()) {
+    return {};
+  }
+  return device_->read(reads_, std::make_shared<ReadMemory>(ReadMemory{burst.ops, burst.indices}));
 }
 
 Status Plane::submit_layers(const BurstPtr& burst) {
@@ -258,8 +268,10 @@ Status Plane::make_room() {
   const auto [burst, layer] = in_flight_.front();
   in_flight_.pop_front();
   // Its events are not recorded again meanwhile: this thread would do it.
-  const Handle event = burst->events[layer + 1];
-  return burst->progress.has(kLanded, layer) ? Status{} : device_->synchronize(event, Caller::kSubmitter);
+  if (burst->progress.has(kLanded, layer) || burst->progress.has_ended()) {
+    return {};
+  }
+  return device_->synchronize(burst->events[layer + 1], Caller::kSubmitter);
 }
 
 // -- landing ---------------------------------------------------------------------------------------------------------

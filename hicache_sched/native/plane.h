@@ -1,7 +1,7 @@
 // The native data plane: bursts from hand-out to landed, without Python.
 //
-// Threads: two of the owner's, which have no need of Python meanwhile, live in `submit` and in `observe`; each comes out
-// where it needs its owner, who sees to that and calls again. `submit` takes bursts in the order of `hand_over` and
+// Threads: two of the owner's, which have no need of Python meanwhile, live in `submit` and in `observe`; each comes
+// out where it needs its owner, who sees to that and calls again. `submit` takes bursts in the order of `hand_over` and
 // makes every device call of theirs but the waits for landed layers, which `observe` makes. `hand_over`, `stop` and
 // `abandon` are called on any thread and do not block. A burst is everybody's; see progress.h for what of it may be
 // asked when.
@@ -55,6 +55,7 @@ struct Copied {
   Plan plan;
   std::vector<std::int64_t> bases;  // dst, then src, of the plan's planes; none where those are all there are:
   std::shared_ptr<const Bases> all;
+  std::shared_ptr<const void> pools;  // their memory
 };
 
 struct Burst {
@@ -68,6 +69,7 @@ struct Burst {
   bool is_set_up = false;
   bool needs_owner = false;  // its indices cannot be read here
   std::vector<OpShare> shares;
+  std::shared_ptr<const void> ops;  // the memory of the indices
   Handle start = 0, fence = 0;
   const Handle* events = nullptr;  // the start of the ack, each layer, its finish: num_layers + 2
   std::int64_t id = 0;             // by which its owner knows it
@@ -82,6 +84,7 @@ struct Burst {
 
   // It has ended: let go of all that is large.
   void release() {
+    ops = nullptr;
     joined.clear();
     indices = nullptr;
     copied = nullptr;
@@ -106,12 +109,14 @@ class Plane {
     Status status;
   };
 
-  // max_layers: that may be in flight, see LayersInFlight in Python.
-  Plane(std::shared_ptr<PlaneDevice> device, std::shared_ptr<Planner> planner, Bases bases, std::size_t max_layers);
+  // pools: keeps the memory that is copied alive. max_layers: that may be in flight, see LayersInFlight in Python.
+  Plane(std::shared_ptr<PlaneDevice> device, std::shared_ptr<Planner> planner, Bases bases,
+        std::shared_ptr<const void> pools, std::size_t max_layers);
 
   std::shared_ptr<Copied> new_copied() const {
     auto copied = copied_->take();
     copied->all = bases_;
+    copied->pools = pools_;
     return copied;
   }
   BurstPtr new_burst() const { return std::make_shared<Burst>(doorbell_, observer_, bases_->num_layers); }
@@ -145,6 +150,7 @@ class Plane {
   const std::shared_ptr<PlaneDevice> device_;
   const std::shared_ptr<Planner> planner_;
   const std::shared_ptr<const Bases> bases_;
+  const std::shared_ptr<const void> pools_;
   const std::size_t max_layers_;
   const std::shared_ptr<Doorbell> doorbell_ = std::make_shared<Doorbell>();
   const std::shared_ptr<Waiter> observer_ = std::make_shared<Waiter>();

@@ -12,6 +12,7 @@
 #include "arrays.h"
 #include "capsules.h"
 #include "gil.h"
+#include "graveyard.h"
 #include "plane.h"
 #include "planner_type.h"
 
@@ -109,18 +110,18 @@ PyType_Spec indices_spec = {"hicache_sched._native.Indices", sizeof(Holder<OpSha
 
 // -- bursts ----------------------------------------------------------------------------------------------------------
 
-// set_up(start, fence, events, indices): indices are None where the owner is to submit it. Once; a second time, where
-// the first was interrupted, does nothing.
+// set_up(ops, start, fence, events, indices): ops keep the indices alive, which are None where the owner is to submit
+// it. Once; a second time, where the first was interrupted, does nothing.
 PyObject* set_up(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
   Burst& burst = *held<BurstPtr>(self);
   if (burst.is_set_up) {
     Py_RETURN_NONE;
   }
-  if (!check_count(num_args, 4) || !as_int64(args[0], burst.start) || !as_int64(args[1], burst.fence)) {
+  if (!check_count(num_args, 5) || !as_int64(args[1], burst.start) || !as_int64(args[2], burst.fence)) {
     return nullptr;
   }
   Int64s events;
-  if (!events.borrow(args[2], "events")) {
+  if (!events.borrow(args[3], "events")) {
     return nullptr;
   }
   if (events.size() != static_cast<Py_ssize_t>(burst.num_layers) + 2) {
@@ -128,14 +129,15 @@ PyObject* set_up(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
     return nullptr;
   }
   burst.events = events.data();
-  burst.needs_owner = args[3] == Py_None;
+  burst.needs_owner = args[4] == Py_None;
   if (!burst.needs_owner) {
-    if (!Py_IS_TYPE(args[3], indices_type)) {
+    if (!Py_IS_TYPE(args[4], indices_type)) {
       PyErr_SetString(PyExc_TypeError, "indices must be an Indices");
       return nullptr;
     }
-    burst.shares = std::move(held<OpShares>(args[3]));
+    burst.shares = std::move(held<OpShares>(args[4]));
   }
+  burst.ops = kept_alive(args[0]);
   burst.is_set_up = true;
   Py_RETURN_NONE;
 }
@@ -233,6 +235,7 @@ PyObject* mark_ended(PyObject* self, PyObject*) {
   Burst& burst = *held<BurstPtr>(self);
   burst.progress.mark_ended();
   burst.release();
+  graveyard.empty();
   Py_RETURN_NONE;
 }
 
@@ -406,12 +409,12 @@ PyType_Spec sleeper_spec = {"hicache_sched._native.Sleeper", sizeof(Holder<Sleep
 
 // -- the plane -------------------------------------------------------------------------------------------------------
 
-// Plane(device, planner, num_layers, dst_base, src_base, max_layers): bases are those of all layers, one behind the
-// other. The planner is None where the owner is to submit every burst.
+// Plane(device, planner, num_layers, dst_base, src_base, pools, max_layers): bases are those of all layers, one behind
+// the other; pools is what keeps their memory alive. The planner is None where the owner is to submit every burst.
 PyObject* new_plane(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *device = nullptr, *planner = nullptr, *dst = nullptr, *src = nullptr;
+  PyObject *device = nullptr, *planner = nullptr, *dst = nullptr, *src = nullptr, *pools = nullptr;
   Py_ssize_t num_layers = 0, max_layers = 0;
-  if (!PyArg_ParseTuple(args, "OOnOOn", &device, &planner, &num_layers, &dst, &src, &max_layers)) {
+  if (!PyArg_ParseTuple(args, "OOnOOOn", &device, &planner, &num_layers, &dst, &src, &pools, &max_layers)) {
     return nullptr;
   }
   const auto* device_ptr = unwrap<PlaneDevice>(device);
@@ -435,7 +438,8 @@ PyObject* new_plane(PyTypeObject* type, PyObject* args, PyObject*) {
   bases.src.assign(src_base.data(), src_base.data() + src_base.size());
   try {
     auto plane =
-        std::make_shared<Plane>(*device_ptr, *planner_ptr, std::move(bases), static_cast<std::size_t>(max_layers));
+        std::make_shared<Plane>(*device_ptr, *planner_ptr, std::move(bases), kept_alive(pools),
+                                static_cast<std::size_t>(max_layers));
     return hold(type, new PlanePtr(std::move(plane)));
   } catch (const std::exception& error) {
     PyErr_Format(PyExc_OSError, "cannot make a data plane: %s", error.what());

@@ -34,8 +34,9 @@ class Recycler : public std::enable_shared_from_this<Recycler<T>> {
   static constexpr std::size_t kMax = 8;
 
   void give_back(std::unique_ptr<T> object) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (free_.size() < kMax) {
+    // In a forked child the lock may be held for ever.
+    const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    if (lock.owns_lock() && free_.size() < kMax) {
       free_.push_back(std::move(object));
     }
   }

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import structlog
 import torch
 
 from hicache_sched import (
@@ -377,6 +378,21 @@ def num_open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.fixture
+def silence() -> Iterator[None]:
+    """No log entry is kept anywhere."""
+
+    def drop(*args: Any) -> Any:
+        raise structlog.DropEvent
+
+    processors = structlog.get_config()["processors"]
+    before = processors.copy()
+    processors[:] = [drop]  # in place: loggers that are bound already follow
+    yield
+    processors[:] = before
+
+
+@pytest.mark.usefixtures("silence")
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
 def test_many_bursts_leave_no_memory_no_file_and_no_thread_behind() -> None:
     bursts = int(os.environ.get("HICACHE_SCHED_TEST_BURSTS", "4000"))
@@ -399,7 +415,8 @@ def test_many_bursts_leave_no_memory_no_file_and_no_thread_behind() -> None:
         run(bursts)
         gc.collect()
         after = resident_kib(), num_open_files(), threading.active_count()
-    assert after[1:] == before[1:]
+    assert after[1] <= before[1], "what an earlier test left may have gone meanwhile"
+    assert after[2] <= before[2]
     assert after[0] - before[0] < 2048
 
 
@@ -413,7 +430,9 @@ async def test_schedulers_that_come_and_go_leave_no_file_and_no_thread_behind() 
                 await handle
         del scheduler, handle, device
     gc.collect()
-    assert (num_open_files(), threading.active_count()) == before
+    after = num_open_files(), threading.active_count()
+    assert after[0] <= before[0], "what an earlier test left may have gone meanwhile"
+    assert after[1] <= before[1]
 
 
 def test_what_python_submits_and_what_it_does_not_go_in_the_order_of_their_hand_out(
