@@ -35,8 +35,7 @@ void Plane::hand_over(const BurstPtr& burst, std::int64_t id) {
     to_submit_.push_back(burst);
     to_observe_.push_back(burst);
   }
-  submitter_.wake();
-  observer_->wake();
+  submitter_.wake();  // what that does wakes the observer
 }
 
 void Plane::stop() {
