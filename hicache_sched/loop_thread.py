@@ -95,8 +95,8 @@ class LoopThread(OwnThread):
     def _resume(self) -> None:
         self._jobs.resume()
         if self._doorbell is not None:
+            # What the last loop had heard and not answered, whoever waits was told of when that died.
             self._loop.add_reader(self._doorbell.fileno(), self._answer)
-            self._answer()  # what the last loop had heard and not answered
 
     def _answer(self) -> None:
         assert self._doorbell is not None

@@ -13,6 +13,7 @@ from hicache_sched import InvalidLoadError, LoadFailedError, LoadOp, native
 from hicache_sched.copy import CopyPlan, PooledBackend
 from hicache_sched.copy.planned import PlannedBackend
 from hicache_sched.copy.submit import BatchSubmitter
+from hicache_sched.device import EmulatedDevice
 from hicache_sched.device.batched_copy import BatchError
 from hicache_sched.device.binding import DeviceBinding
 from hicache_sched.pools import PoolPair
@@ -69,6 +70,23 @@ def hand_out(make_scheduler: MakeScheduler, backend: EngineBackend, mode: str) -
     handle = scheduler.start_loading_sync(timeout=30)
     assert handle is not None
     return handle
+
+
+@pytest.mark.skipif(native.module is None, reason="needs the native part")
+def test_the_native_plane_makes_the_copies_of_a_plan_without_python(
+    device: EmulatedDevice, make_scheduler: MakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair()
+    backend, wanted = EngineBackend(pair), expected_bytes(pair, OPS)
+
+    def not_here(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("in Python")
+
+    monkeypatch.setattr(device, "enqueue_copies", not_here)
+
+    assert hand_out(make_scheduler, backend, "async").result(30).num_bytes > 0
+
+    assert raw_bytes(pair.device) == wanted
 
 
 @pytest.mark.parametrize("mode", ["async", "inline"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import itertools
 import os
 import sys
 import threading
@@ -26,9 +27,11 @@ from hicache_sched import (
     TransferScheduler,
     native,
 )
+from hicache_sched.burst import Burst
 from hicache_sched.copy import PooledBackend
 from hicache_sched.device import EmulatedDevice
-from tests.builders import LaunchingBackend, MakeScheduler, hand_out
+from hicache_sched.progress import Progress
+from tests.builders import LaunchingBackend, MakeScheduler, hand_out, load_op
 from tests.copy.builders import expected_bytes, make_pair, page_op, raw_bytes, tokens_of
 from tests.scheduler.crowd import WAIT, eventually, in_thread
 
@@ -103,6 +106,29 @@ def test_a_thread_that_waits_for_a_layer_is_woken_although_the_loop_is_stuck(
     device.resume("h2d")
     waiting.result(WAIT)
     go_on.set()
+
+
+def test_a_thread_that_waits_for_a_layer_to_land_sleeps_until_then(
+    device: EmulatedDevice, make_scheduler: MakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = itertools.count()
+    look = Burst.look_landed
+
+    def counted(*args: Any) -> Any:
+        next(looks)
+        return look(*args)
+
+    monkeypatch.setattr(Burst, "look_landed", counted)
+    scheduler = make_scheduler(PooledBackend([make_pair(num_layers=4)]))
+    device.hold("h2d")
+    handle = load(scheduler)
+    waiting = in_thread(lambda: handle.wait_layer(3, WAIT))
+    eventually(lambda: handle.layer_enqueued(3))
+    for layer in range(4):
+        device.step("h2d")
+        eventually(lambda layer=layer: handle.layer_landed(layer))  # type: ignore[misc]
+    waiting.result(WAIT)
+    assert next(looks) <= 4
 
 
 # -- which plane ------------------------------------------------------------------------------------------------------
@@ -181,6 +207,9 @@ def test_ops_that_were_loaded_before_the_start_are_loaded(make_scheduler: MakeSc
 
 class NotPlain(torch.Tensor):
     """A subclass, whose memory may not hold what it says."""
+
+    def data_ptr(self) -> int:
+        raise AssertionError("nobody may look there")
 
 
 def strided(op: LoadOp) -> LoadOp:
@@ -327,6 +356,61 @@ def test_a_device_that_is_lost_while_a_burst_is_stuck_on_it_is_said_once(
         assert isinstance(failure.value.cause, DeviceLostError)
     scheduler.close(WAIT)
     assert [entry["event"] for entry in logs].count("device_lost") == 1
+
+
+def test_a_burst_without_a_finish_event_ends_when_its_copies_have_been_made(
+    device: EmulatedDevice, make_scheduler: MakeScheduler
+) -> None:
+    backend = LaunchingBackend(device)
+    scheduler = make_scheduler(backend, plane="native")
+    backend.gate.clear()
+    device.hold("h2d")
+    handle = hand_out(scheduler, 1)
+    assert backend.preparing.wait(WAIT)
+    events = handle._burst.events
+
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("no finish event")
+
+    events.ack_finish.record = refuse
+    backend.gate.set()
+    eventually(lambda: handle.stale)
+    device.step("h2d", backend.num_layers - 1)
+    eventually(lambda: handle.layer_landed(backend.num_layers - 2))
+    assert not handle.done()
+    device.resume("h2d")
+    with pytest.raises(LoadFailedError, match="no finish event"):
+        handle.result(WAIT)
+    assert len(backend.copied()) == backend.num_layers
+    del events.ack_finish.record
+
+
+def test_a_hand_out_gets_a_slot_however_long_the_engine_takes_to_finish(
+    device: EmulatedDevice, make_scheduler: MakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = LaunchingBackend(device)
+    go_on = threading.Event()
+    monkeypatch.setattr(backend, "finish", lambda prepared: go_on.wait(WAIT))
+    scheduler = make_scheduler(backend, plane="native", num_slots=1)
+    device.hold("h2d")
+    hand_out(scheduler, 1)
+    scheduler.load(load_op(2))
+    waiting = in_thread(lambda: scheduler.start_loading_sync(WAIT))
+    eventually(lambda: bool(scheduler._protocol._waiters))
+    device.resume("h2d")
+    assert waiting.result(WAIT).node_ids == (2,)
+    go_on.set()
+
+
+def test_a_closed_scheduler_loads_inline_without_it(make_scheduler: MakeScheduler) -> None:
+    pair = make_pair()
+    wanted = expected_bytes(pair, OPS)
+    scheduler = make_scheduler(PooledBackend([pair]))
+    scheduler.close(WAIT)
+    handle = load(scheduler)
+    assert isinstance(handle._burst.progress, Progress)
+    assert handle.result(WAIT).status is AckStatus.OK
+    assert raw_bytes(pair.device) == wanted
 
 
 @pytest.mark.parametrize(("held", "stage"), [("compute", "preparing"), ("d2h", "preparing"), ("h2d", "device")])
