@@ -358,7 +358,7 @@ def test_a_device_that_is_lost_while_a_burst_is_stuck_on_it_is_said_once(
     assert [entry["event"] for entry in logs].count("device_lost") == 1
 
 
-def test_a_burst_without_a_finish_event_ends_when_its_copies_have_been_made(
+def test_a_burst_whose_last_events_are_missing_ends_when_its_copies_have_been_made(
     device: EmulatedDevice, make_scheduler: MakeScheduler
 ) -> None:
     backend = LaunchingBackend(device)
@@ -370,19 +370,20 @@ def test_a_burst_without_a_finish_event_ends_when_its_copies_have_been_made(
     events = handle._burst.events
 
     def refuse(*args: Any) -> None:
-        raise RuntimeError("no finish event")
+        raise RuntimeError("no such event")
 
-    events.ack_finish.record = refuse
+    last = backend.num_layers - 1
+    events.layers[last].record = events.ack_finish.record = refuse
     backend.gate.set()
     eventually(lambda: handle.stale)
-    device.step("h2d", backend.num_layers - 1)
-    eventually(lambda: handle.layer_landed(backend.num_layers - 2))
+    device.step("h2d", last)
+    eventually(lambda: handle.layer_landed(last - 1))
     assert not handle.done()
     device.resume("h2d")
-    with pytest.raises(LoadFailedError, match="no finish event"):
+    with pytest.raises(LoadFailedError, match="no such event"):
         handle.result(WAIT)
     assert len(backend.copied()) == backend.num_layers
-    del events.ack_finish.record
+    del events.layers[last].record, events.ack_finish.record
 
 
 def test_a_hand_out_gets_a_slot_however_long_the_engine_takes_to_finish(
