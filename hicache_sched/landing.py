@@ -56,6 +56,16 @@ class BurstEnd:
         if self._protocol.lost is None:
             self.synchronize(burst, None, self._h2d_stream)
 
+    def end_once_landed(self, burst: Burst, *, has_landed: bool = False) -> None:
+        """End the oldest burst in flight when what was submitted of it has landed; the data plane is done with it.
+
+        :param has_landed: whether it is known to have landed; else this may block.
+        """
+        if burst.progress.begun and not has_landed:
+            self.wait_finished(burst)
+        self._protocol.wake()  # the slot is free from here on, however long `finish` takes
+        self.end(burst)
+
     def end(self, burst: Burst) -> None:
         """Finish and publish the oldest burst in flight."""
         num_bytes = burst.progress.num_bytes
@@ -155,10 +165,7 @@ class LandingObserver(ParkedThread):
         self._wait_enqueued(burst, burst.num_layers)  # no such layer: this waits until the data plane is done
         if self._abandoned:
             return
-        if burst.progress.begun:
-            self._burst_end.wait_finished(burst)
-        self._protocol.wake()  # the slot is free from here on, however long `finish` takes
-        self._burst_end.end(burst)
+        self._burst_end.end_once_landed(burst)
 
     def _wait_enqueued(self, burst: Burst, layer: int) -> bool:
         """Wait until `layer` is enqueued; False if that will not be."""

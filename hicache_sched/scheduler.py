@@ -13,7 +13,6 @@ from hicache_sched.burst import Burst
 from hicache_sched.config import SchedulerConfig
 from hicache_sched.copy.backend import BurstBackend, PlansBursts
 from hicache_sched.copy.planned import PlannedBackend
-from hicache_sched.data_plane import PythonDataPlane
 from hicache_sched.delivery import Delivery, OnAck
 from hicache_sched.device.at_exit import stop_at_exit
 from hicache_sched.device.binding import DeviceBinding, default_runtime
@@ -25,24 +24,17 @@ from hicache_sched.hand_out import HandOut, SlotWait, slot_wait
 from hicache_sched.handle import LoadHandle
 from hicache_sched.in_flight import InFlight, LayersInFlight, max_layers_in_flight
 from hicache_sched.job import Jobs
-from hicache_sched.landing import BurstEnd, InlineObserver, LandingObserver
+from hicache_sched.landing import BurstEnd, InlineObserver
 from hicache_sched.load_op import LoadOp
 from hicache_sched.log import say
-from hicache_sched.loop_thread import LoopThread, loop_factory
-from hicache_sched.native_plane import (
-    NativeDataPlane,
-    NativeLandingObserver,
-    NativeLayersInFlight,
-    NativePlane,
-    NoNativePlane,
-    native_plane_for,
-)
+from hicache_sched.loop_thread import loop_factory
+from hicache_sched.native_plane import NativeLayersInFlight, NativePlane, native_plane_for
 from hicache_sched.op_queue import check_op
 from hicache_sched.protocol import Lifecycle, TransferProtocol, Turn
 from hicache_sched.slots import SlotRing
 from hicache_sched.stats import SchedulerStats
 from hicache_sched.submission import Submission
-from hicache_sched.threads import Threads
+from hicache_sched.threads import Threads, make_threads, thread_names
 from hicache_sched.waiting import PENDING, ForkGuard, NotifiedWaits, Pending, PolledWaits, Waiter, Waits, check_timeout
 
 
@@ -131,18 +123,18 @@ class TransferScheduler:
         max_layers = max_layers_in_flight(
             config.h2d_queue_ops, config.num_slots, ops_per_layer=getattr(self._backend, "ops_per_layer", 1)
         )
-        native_plane = self._choose_plane(max_layers)
-        self.plane_reason = native_plane.reason if isinstance(native_plane, NoNativePlane) else None
-        handles_for = self.h2d_stream if isinstance(native_plane, NativePlane) else None
-        event_sets = self._event_sets = EventSetPool(device, protocol.num_layers, handles_for)
-        failures = self._failures = FailureDesk(protocol, device, self.h2d_stream)
-        in_flight: InFlight = LayersInFlight(max_layers)
-        executor: NativePlane | None = None
-        if isinstance(native_plane, NativePlane):
-            in_flight, executor = NativeLayersInFlight(native_plane), native_plane
+        native_plane, self.plane_reason = self._choose_plane(max_layers)
+        event_sets = EventSetPool(device, protocol.num_layers, None if native_plane is None else self.h2d_stream)
+        in_flight: InFlight
+        if native_plane is None:
+            in_flight = LayersInFlight(max_layers)
+        else:
+            in_flight = NativeLayersInFlight(native_plane)
             event_sets.stock(config.num_slots)
+        self._event_sets = event_sets
+        failures = self._failures = FailureDesk(protocol, device, self.h2d_stream)
         self._submission = Submission(
-            device, self._backend, self.h2d_stream, self.index_stream, event_sets, failures, in_flight, executor
+            device, self._backend, self.h2d_stream, self.index_stream, event_sets, failures, in_flight, native_plane
         )
         burst_end = BurstEnd(protocol, self._backend, self.h2d_stream, event_sets, failures)
         self._inline_observer = InlineObserver(failures, protocol, self.h2d_stream, burst_end, self._delivery.run)
@@ -150,30 +142,23 @@ class TransferScheduler:
         event_loop: str | None = None
         if runs_async:
             make_loop, event_loop = loop_factory(config.event_loop)
-            jobs = Jobs(protocol, self._delivery, config.stall_log_interval)
-            on_end = self._thread_ended
-            worker, observer = self._thread_names
-            if isinstance(native_plane, NativePlane):
-                self._threads = Threads(
-                    loop=LoopThread(config.thread_name, make_loop, jobs, failures, on_end, native_plane),
-                    jobs=jobs,
-                    plane=NativeDataPlane(worker, device, failures, on_end, self._submission, protocol, native_plane),
-                    observer=NativeLandingObserver(
-                        observer, device, failures, on_end, protocol, native_plane, burst_end
-                    ),
-                )
-            else:
-                self._threads = Threads(
-                    loop=LoopThread(config.thread_name, make_loop, jobs, failures, on_end),
-                    jobs=jobs,
-                    plane=PythonDataPlane(worker, device, failures, on_end, self._submission),
-                    observer=LandingObserver(observer, device, failures, on_end, protocol, burst_end),
-                )
+            self._threads = make_threads(
+                config.thread_name,
+                make_loop,
+                Jobs(protocol, self._delivery, config.stall_log_interval),
+                device,
+                failures,
+                self._thread_ended,
+                protocol,
+                self._submission,
+                burst_end,
+                native_plane,
+            )
         slots = SlotRing(config.num_slots, device)
-        if isinstance(native_plane, NativePlane):
-            protocol.start(slots, native_plane.new_progress, native_plane.new_indices)
-        else:
+        if native_plane is None:
             protocol.start(slots)
+        else:
+            protocol.start(slots, native_plane.new_progress, native_plane.new_indices)
         if self._threads is not None:
             self._threads.start()
             stop_at_exit(self)
@@ -385,31 +370,27 @@ class TransferScheduler:
             return "inline"
         return "none" if self._threads is None else self._threads.plane.name
 
-    @property
-    def _thread_names(self) -> tuple[str, str]:
-        """Of the data plane and the landing observer."""
-        name = self._config.thread_name
-        return f"{name}-worker", f"{name}-observer"
-
-    def _choose_plane(self, max_layers: int) -> NativePlane | NoNativePlane | None:
-        """The native data plane, or why there is none; None where nobody asks."""
+    def _choose_plane(self, max_layers: int) -> tuple[NativePlane | None, str | None]:
+        """The native data plane, or why there is none; neither where nobody asks."""
         config = self._config
         if config.mode == "inline":
-            return None
+            return None, None
         if config.plane == "python":
-            return NoNativePlane('plane="python"')
+            return None, 'plane="python"'
         plane = native_plane_for(
             self.device,
             self._backend,
             self.h2d_stream,
             self.index_stream,
             max_layers,
-            self._thread_names,
+            thread_names(config.thread_name),
             plans=config.plane == "auto",
         )
-        if config.plane == "native" and isinstance(plane, NoNativePlane):
+        if isinstance(plane, NativePlane):
+            return plane, None
+        if config.plane == "native":
             raise HiCacheSchedError(f'plane="native" cannot be had: {plane.reason}; set plane="auto"')
-        return plane
+        return None, plane.reason
 
     @property
     def _waits(self) -> Waits:

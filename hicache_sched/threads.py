@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hicache_sched.burst import Burst
 from hicache_sched.data_plane import PythonDataPlane
+from hicache_sched.device.binding import DeviceBinding
+from hicache_sched.failure import FailureDesk
 from hicache_sched.job import Jobs
-from hicache_sched.landing import LandingObserver
+from hicache_sched.landing import BurstEnd, LandingObserver
 from hicache_sched.loop_thread import LoopThread
-from hicache_sched.native_plane import NativeDataPlane, NativeLandingObserver
+from hicache_sched.native_plane import NativePlane
+from hicache_sched.native_threads import NativeDataPlane, NativeLandingObserver
+from hicache_sched.protocol import TransferProtocol
+from hicache_sched.submission import Submission
 
 
 @dataclass(frozen=True)
@@ -55,3 +62,43 @@ class Threads:
         """Wait until all have ended, or until `deadline` (`time.monotonic` seconds)."""
         for thread in (self.plane, self.observer, self.loop):
             thread.join(deadline)
+
+
+def thread_names(name: str) -> tuple[str, str]:
+    """Of the data plane and of the landing observer, where the loop's is `name`."""
+    return f"{name}-worker", f"{name}-observer"
+
+
+def make_threads(
+    name: str,
+    make_loop: Callable[[], asyncio.AbstractEventLoop],
+    jobs: Jobs,
+    device: DeviceBinding,
+    failures: FailureDesk,
+    on_end: Callable[[], None],
+    protocol: TransferProtocol,
+    submission: Submission,
+    burst_end: BurstEnd,
+    native_plane: NativePlane | None,
+) -> Threads:
+    """
+    :param name: of the loop thread, and the prefix of the others'.
+    :param on_end: the last call of each of them.
+    :param native_plane: what the data plane and the observer live in; None for those in Python.
+    """
+    worker, observer = thread_names(name)
+    common = device, failures, on_end
+    loop = LoopThread(name, make_loop, jobs, failures, on_end, native_plane)
+    if native_plane is None:
+        return Threads(
+            loop,
+            jobs,
+            PythonDataPlane(worker, *common, submission),
+            LandingObserver(observer, *common, protocol, burst_end),
+        )
+    return Threads(
+        loop,
+        jobs,
+        NativeDataPlane(worker, *common, submission, protocol, native_plane),
+        NativeLandingObserver(observer, *common, protocol, native_plane, burst_end),
+    )
