@@ -65,9 +65,10 @@ examples: $(STAMP) ## run the small examples
 
 # Without a compiler the package has no native part, and there is nothing to check of it.
 HAS_CXX := $(shell command -v $(CXX))
-NATIVE_TESTS := core planner
+NATIVE_TESTS := core planner plane
 TESTED_core := core copy waiter
 TESTED_planner := planner
+TESTED_plane := plane planner progress waiter
 
 .PHONY: sanitize
 sanitize: ## the native part without Python, under AddressSanitizer, UBSan and ThreadSanitizer

@@ -60,12 +60,14 @@ class LayersInFlight:
         if self.has_room_for(1):
             return
         layers = self._layers
-        for _ in range(max(1, self._max_layers // 2)):
-            burst, layer = layers.popleft()
-        if burst.landed > layer or (events := burst.events) is None:
-            return
-        # Its events are not recorded again meanwhile: this thread would do it.
-        events.layers[layer].synchronize()
+        half = max(1, self._max_layers // 2)
+        burst, layer = layers[half - 1]
+        if burst.landed <= layer and (events := burst.events) is not None:
+            # Its events are not recorded again meanwhile: this thread would do it. Where this raises, all may still
+            # be in flight.
+            events.layers[layer].synchronize()
+        for _ in range(half):
+            layers.popleft()
 
     def add(self, burst: Burst, layer: int) -> None:
         self._layers.append((burst, layer))

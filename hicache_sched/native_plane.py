@@ -84,7 +84,7 @@ class NativePlane:
             self._handle(burst.start_event),
             self._handle(burst.fence_event),
             events.handles,
-            indices.native if isinstance(indices, NativeIndices) and indices.is_complete else None,
+            indices.native if isinstance(indices, NativeIndices) and indices.holds_all_of(burst.queue.ops) else None,
         )
 
     def execute(self, burst: Burst, prepared: Any) -> bool:
@@ -168,14 +168,15 @@ class NativeIndices:
 
     Attributes:
         native: the native list.
-        is_complete: whether the indices of every op are in it.
+        is_complete: whether the indices of every op that was added are in it.
     """
 
-    __slots__ = ("_device", "_numbers", "is_complete", "native")
+    __slots__ = ("_device", "_num_ops", "_numbers", "is_complete", "native")
 
     def __init__(self, device: DeviceBinding, pool_names: tuple[str, ...]) -> None:
         self.native = native.module.Indices()
         self.is_complete = True
+        self._num_ops = 0
         self._device = device
         self._numbers = {name: number for number, name in enumerate(pool_names)}
 
@@ -186,7 +187,12 @@ class NativeIndices:
             is_complete &= self._add(0, op.host_indices, op.device_indices)
         for transfer in op.pool_transfers:
             is_complete &= self._add(self._numbers[transfer.name], transfer.host_indices, transfer.device_indices)
+        self._num_ops += 1
         self.is_complete = is_complete
+
+    def holds_all_of(self, ops: list[LoadOp]) -> bool:
+        """Whether it has the indices of all of them: Ctrl-C may have come between an op and its indices."""
+        return self.is_complete and self._num_ops == len(ops)
 
     def _add(self, pool: int, host: torch.Tensor, device: torch.Tensor) -> bool:
         """False where they are not plainly in memory."""

@@ -211,8 +211,9 @@ class Submission:
                 with suppress(Exception):  # where the device is lost none of these works, and none is needed
                     if in_flight is not None:
                         in_flight.make_room()
-                        in_flight.add(burst, number)
                     events.layers[number].record(self._h2d_stream)
+                    if in_flight is not None:  # not before: an event that is not recorded holds nobody up
+                        in_flight.add(burst, number)
             with suppress(Exception):
                 events.ack_finish.record(self._h2d_stream)
                 burst.progress.mark_finish_recorded()

@@ -29,11 +29,18 @@ Plane::Plane(std::shared_ptr<PlaneDevice> device, std::shared_ptr<Planner> plann
       max_layers_(max_layers) {}
 
 void Plane::hand_over(const BurstPtr& burst, std::int64_t id) {
-  burst->id = id;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    to_submit_.push_back(burst);
+    if (burst->id != id) {  // a second time it may be read meanwhile
+      burst->id = id;
+    }
     to_observe_.push_back(burst);
+    try {
+      to_submit_.push_back(burst);
+    } catch (...) {  // no memory: nobody would ever mark it submitted
+      to_observe_.pop_back();
+      throw;
+    }
   }
   submitter_.wake();  // what that does wakes the observer
 }
@@ -63,9 +70,10 @@ void Plane::pop(std::deque<BurstPtr>& queue) {
 
 Plane::Stop Plane::submit() {
   while (true) {
+    const bool stops = stopping_;  // asked before the queue is: what was handed over before the stop is served
     const BurstPtr burst = first(to_submit_);
     if (!burst || abandoned_) {
-      if (stopping_) {
+      if (stops || abandoned_) {
         return {};
       }
       submitter_.sleep();
@@ -73,7 +81,7 @@ Plane::Stop Plane::submit() {
     }
     Progress& progress = burst->progress;
     if (!progress.is_submitted()) {
-      if (progress.has_begun()) {
+      if (progress.has_begun() || !(burst->is_set_up || progress.is_given_up())) {
         return {burst, Stop::kInterrupted, {}};
       }
       if (burst->needs_owner && !progress.is_given_up()) {
@@ -86,6 +94,8 @@ Plane::Stop Plane::submit() {
         }
       }
       progress.mark_submitted();
+    } else {
+      observer_->wake();  // it may have been handed over again when all was done
     }
     pop(to_submit_);
   }
@@ -261,24 +271,26 @@ Status Plane::make_room() {
   if (has_room_for(1)) {
     return {};
   }
-  for (std::size_t i = 1; i < std::max<std::size_t>(1, max_layers_ / 2); ++i) {
-    in_flight_.pop_front();
+  const std::size_t half = std::max<std::size_t>(1, max_layers_ / 2);
+  const auto [burst, layer] = in_flight_[half - 1];
+  Status status;
+  if (!burst->progress.has(kLanded, layer) && !burst->progress.has_ended()) {
+    // Its events are not recorded again meanwhile: this thread would do it.
+    status = device_->synchronize(burst->events[layer + 1], Caller::kSubmitter);
   }
-  const auto [burst, layer] = in_flight_.front();
-  in_flight_.pop_front();
-  // Its events are not recorded again meanwhile: this thread would do it.
-  if (burst->progress.has(kLanded, layer) || burst->progress.has_ended()) {
-    return {};
+  if (status.is_ok()) {  // else they may still be in flight
+    in_flight_.erase(in_flight_.begin(), in_flight_.begin() + static_cast<std::ptrdiff_t>(half));
   }
-  return device_->synchronize(burst->events[layer + 1], Caller::kSubmitter);
+  return status;
 }
 
 // -- landing ---------------------------------------------------------------------------------------------------------
 
 Plane::Stop Plane::observe() {
   while (true) {
+    const bool stops = stopping_;
     const BurstPtr burst = first(to_observe_);
-    if (abandoned_ || (!burst && stopping_)) {
+    if (abandoned_ || (!burst && stops)) {
       return {};
     }
     if (!burst) {

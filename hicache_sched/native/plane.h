@@ -66,7 +66,7 @@ struct Burst {
   const std::size_t num_layers;
 
   // Set before it is handed over.
-  bool is_set_up = false;
+  std::atomic<bool> is_set_up{false};  // else it is not to be begun, as its hand-out was interrupted
   bool needs_owner = false;  // its indices cannot be read here
   std::vector<OpShare> shares;
   std::shared_ptr<const void> ops;  // the memory of the indices
@@ -100,7 +100,7 @@ class Plane {
     enum Why {
       kTold,
       kNeedsOwner,   // submit: it has not begun and is the owner's to submit
-      kInterrupted,  // submit: the owner was in the middle of it
+      kInterrupted,  // submit: the owner was in the middle of it, of setting it up or of submitting it
       kFailed,       // either: at the layer that is not enqueued, or has not landed
       kOver,         // observe: all that was submitted has landed, if it has begun
     };

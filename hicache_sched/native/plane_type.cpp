@@ -5,7 +5,9 @@
 #include <exception>
 #include <limits>
 #include <memory>
+#include <new>
 #include <numeric>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -56,6 +58,19 @@ void dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
+// Calls what may find no memory; false with a Python error where it did not. What ends a thread by unwinding goes on.
+template <typename Function>
+bool guarded(Function function) {
+  try {
+    function();
+    return true;
+  } catch (const std::bad_alloc&) {
+  } catch (const std::length_error&) {  // more than any vector can hold
+  }
+  PyErr_NoMemory();
+  return false;
+}
+
 bool as_int64(PyObject* number, std::int64_t& value) {
   value = PyLong_AsLongLong(number);
   return value != -1 || PyErr_Occurred() == nullptr;
@@ -86,10 +101,15 @@ PyObject* add_indices(PyObject* self, PyObject* const* args, Py_ssize_t num_args
       return nullptr;
     }
   }
-  held<OpShares>(self).push_back({static_cast<std::size_t>(numbers[0]),
-                                  {numbers[1], numbers[2], numbers[3] != 0},
-                                  {numbers[4], numbers[5], numbers[6] != 0},
-                                  static_cast<std::size_t>(numbers[7])});
+  const bool is_added = guarded([&] {
+    held<OpShares>(self).push_back({static_cast<std::size_t>(numbers[0]),
+                                    {numbers[1], numbers[2], numbers[3] != 0},
+                                    {numbers[4], numbers[5], numbers[6] != 0},
+                                    static_cast<std::size_t>(numbers[7])});
+  });
+  if (!is_added) {
+    return nullptr;
+  }
   Py_RETURN_NONE;
 }
 
@@ -138,8 +158,33 @@ PyObject* set_up(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
     burst.shares = std::move(held<OpShares>(args[4]));
   }
   burst.ops = kept_alive(args[0]);
-  burst.is_set_up = true;
+  burst.is_set_up = true;  // the last: from here on another thread may read the rest
   Py_RETURN_NONE;
+}
+
+// A plan and its bases, from src_offsets, dst_offsets, sizes, plane_ends, src_base and dst_base.
+void fill(Copied& copied, const Int64s (&arrays)[6]) {
+  const auto put = [&](std::vector<std::int64_t>& to, int i) {
+    to.insert(to.end(), arrays[i].data(), arrays[i].data() + arrays[i].size());
+  };
+  Plan& plan = copied.plan;
+  std::vector<std::int64_t>* all[] = {&plan.src_offsets, &plan.dst_offsets, &plan.sizes, &plan.plane_ends};
+  for (int i = 0; i < 4; ++i) {
+    all[i]->clear();
+    put(*all[i], i);
+  }
+  plan.columns.resize(plan.plane_ends.size());
+  plan.plane_bytes.clear();
+  std::size_t first = 0;
+  for (const std::int64_t end : plan.plane_ends) {
+    const auto last = static_cast<std::size_t>(end);
+    plan.plane_bytes.push_back(
+        std::accumulate(plan.sizes.data() + first, plan.sizes.data() + last, std::int64_t{0}));
+    first = last;
+  }
+  copied.bases.clear();
+  put(copied.bases, 5);
+  put(copied.bases, 4);
 }
 
 // set_plan(plane, src_offsets, dst_offsets, sizes, plane_ends, src_base, dst_base): of the owner's, who has checked it;
@@ -160,28 +205,10 @@ PyObject* set_plan(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
       return nullptr;
     }
   }
-  const auto put = [&](std::vector<std::int64_t>& to, int i) {
-    to.insert(to.end(), arrays[i].data(), arrays[i].data() + arrays[i].size());
-  };
-  auto copied = (*plane)->new_copied();
-  Plan& plan = copied->plan;
-  std::vector<std::int64_t>* all[] = {&plan.src_offsets, &plan.dst_offsets, &plan.sizes, &plan.plane_ends};
-  for (int i = 0; i < 4; ++i) {
-    all[i]->clear();
-    put(*all[i], i);
+  std::shared_ptr<Copied> copied;
+  if (!guarded([&] { fill(*(copied = (*plane)->new_copied()), arrays); })) {
+    return nullptr;
   }
-  plan.columns.resize(plan.plane_ends.size());
-  plan.plane_bytes.clear();
-  std::size_t first = 0;
-  for (const std::int64_t end : plan.plane_ends) {
-    const auto last = static_cast<std::size_t>(end);
-    plan.plane_bytes.push_back(
-        std::accumulate(plan.sizes.data() + first, plan.sizes.data() + last, std::int64_t{0}));
-    first = last;
-  }
-  copied->bases.clear();
-  put(copied->bases, 5);
-  put(copied->bases, 4);
   held<BurstPtr>(self)->copied = std::move(copied);
   Py_RETURN_NONE;
 }
@@ -253,6 +280,9 @@ PyObject* int64_bytes(const std::int64_t* values, std::size_t count) {
 PyObject* read_indices(PyObject* self, PyObject*) {
   const Burst& burst = *held<BurstPtr>(self);
   PyObject* list = PyList_New(0);
+  if (list == nullptr) {
+    return nullptr;
+  }
   for (const Joined& joined : burst.joined) {
     const auto count = static_cast<std::size_t>(joined.op_ends.back());
     const std::int64_t* values = burst.indices->data();
@@ -427,6 +457,10 @@ PyObject* new_plane(PyTypeObject* type, PyObject* args, PyObject*) {
   if (planner_ptr == nullptr || !dst_base.borrow(dst, "dst_base") || !src_base.borrow(src, "src_base")) {
     return nullptr;
   }
+  if (max_layers < 1) {
+    PyErr_SetString(PyExc_ValueError, "max_layers must be positive");
+    return nullptr;
+  }
   if (num_layers < 1 || dst_base.size() % num_layers != 0 || dst_base.size() != src_base.size()) {
     PyErr_SetString(PyExc_ValueError, "dst_base and src_base must have the same planes for each layer");
     return nullptr;
@@ -448,7 +482,9 @@ PyObject* new_plane(PyTypeObject* type, PyObject* args, PyObject*) {
 }
 
 PyObject* new_burst(PyObject* self, PyObject*) {
-  return hold(burst_type, new BurstPtr(held<PlanePtr>(self)->new_burst()));
+  BurstPtr* burst = nullptr;
+  const bool is_made = guarded([&] { burst = new BurstPtr(held<PlanePtr>(self)->new_burst()); });
+  return is_made ? hold(burst_type, burst) : nullptr;
 }
 
 // hand_over(burst, its id)
@@ -458,7 +494,9 @@ PyObject* hand_over(PyObject* self, PyObject* const* args, Py_ssize_t num_args) 
   if (burst == nullptr || !as_int64(args[1], id)) {
     return nullptr;
   }
-  held<PlanePtr>(self)->hand_over(*burst, id);
+  if (!guarded([&] { held<PlanePtr>(self)->hand_over(*burst, id); })) {
+    return nullptr;
+  }
   Py_RETURN_NONE;
 }
 
@@ -495,11 +533,11 @@ template <Plane::Stop (Plane::*Live)()>
 PyObject* live(PyObject* self, PyObject*) {
   const PlanePtr plane = held<PlanePtr>(self);
   Plane::Stop stop;
-  {
+  const bool is_well = guarded([&] {  // a burst for which there was no memory comes out interrupted the next time
     const WithoutGil without;
     stop = ((*plane).*Live)();
-  }
-  return stop_tuple(stop);
+  });
+  return is_well ? stop_tuple(stop) : nullptr;
 }
 
 template <void (Plane::*Tell)()>
@@ -540,11 +578,11 @@ PyObject* submit_layers(PyObject* self, PyObject* burst) {
   const PlanePtr plane = held<PlanePtr>(self);
   const BurstPtr kept = *ptr;
   Status status;
-  {
+  const bool is_well = guarded([&] {
     const WithoutGil without;
     status = plane->submit_layers(kept);
-  }
-  return status_tuple(status);
+  });
+  return is_well ? status_tuple(status) : nullptr;
 }
 
 PyObject* add_layer(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
@@ -553,7 +591,9 @@ PyObject* add_layer(PyObject* self, PyObject* const* args, Py_ssize_t num_args) 
   if (burst == nullptr || !as_int64(args[1], layer)) {
     return nullptr;
   }
-  held<PlanePtr>(self)->add_layer(*burst, layer);
+  if (!guarded([&] { held<PlanePtr>(self)->add_layer(*burst, layer); })) {
+    return nullptr;
+  }
   Py_RETURN_NONE;
 }
 

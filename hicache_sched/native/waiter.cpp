@@ -26,7 +26,7 @@ bool Waiter::sleep_until(double time) {
     until.tv_nsec -= 1'000'000'000;
     ++until.tv_sec;
   }
-  return sem_timedwait(&semaphore_, &until) == 0;
+  return heard(sem_timedwait(&semaphore_, &until) == 0);
 }
 
 }  // namespace hicache

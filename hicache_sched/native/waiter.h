@@ -17,10 +17,18 @@ class Waiter {
   Waiter(const Waiter&) = delete;
   Waiter& operator=(const Waiter&) = delete;
   void wake() { sem_post(&semaphore_); }
-  bool sleep() { return sem_wait(&semaphore_) == 0; }  // false where a signal came first
-  bool sleep_until(double time);                       // the same, or `time`, as of now(), has come
+  bool sleep() { return heard(sem_wait(&semaphore_) == 0); }  // false where a signal came first
+  bool sleep_until(double time);                              // the same, or `time`, as of now(), has come
 
  private:
+  // Whoever sleeps looks for himself afterwards, so that one wake-up does for all that came before it; else those that
+  // he did not have to wait for would be slept through one by one.
+  bool heard(bool was_woken) {
+    while (was_woken && sem_trywait(&semaphore_) == 0) {
+    }
+    return was_woken;
+  }
+
   sem_t semaphore_;
 };
 

@@ -166,7 +166,8 @@ void any_program_of_many_threads_comes_to_its_end(std::size_t queue_depth) {
             break;
           }
           default: {
-            moves[number].push_back(std::make_unique<Move>(&cells[static_cast<std::size_t>(number) * 64], ones.data(), 64));
+            char* cell = &cells[static_cast<std::size_t>(number) * 64];
+            moves[number].push_back(std::make_unique<Move>(cell, ones.data(), 64));
             CHECK(put(core, stream, static_cast<int>(random() % kEngines), *moves[number].back(), random() % 3 == 0));
           }
         }
