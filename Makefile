@@ -114,13 +114,16 @@ gpu-wheels: $(STAMP) ## download what test-gpu needs on a machine without networ
 # The machine brings python3 with torch (built for its driver), uvloop, numpy and pytest. Only what it lacks is added,
 # beside it on PYTHONPATH, which works whether its python3 is a system one or itself a virtual environment. Its
 # versions are not the pinned ones, so a warning of theirs is no failure here, while an exception lost in one of our
-# threads still is.
+# threads still is. The native part is built in place, for that python3.
 .PHONY: test-gpu
 test-gpu: ## the device tests on torch.cuda, with the machine's own torch
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("test-gpu: torch.cuda finds no device")'
 	@test -d .gpu-wheels || { echo "test-gpu: run 'make gpu-wheels' on a machine with network first" >&2; exit 1; }
 	rm -rf .gpu-site
 	$(PYTHON) -m pip install --quiet --no-index --no-deps --target .gpu-site .gpu-wheels/*.whl
+	$(if $(HAS_CXX),$(CXX) -std=c++17 -O3 -fPIC -shared -fvisibility=hidden -pthread \
+		-I$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))') hicache_sched/native/*.cpp \
+		-o hicache_sched/_native$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))'),@true)
 	HICACHE_SCHED_TEST_GPU=1 PYTHONPATH=$(CURDIR)/.gpu-site:$(CURDIR) $(PYTHON) -m pytest -m gpu -p no:cacheprovider \
 		-W default -W error::pytest.PytestUnhandledThreadExceptionWarning \
 		-W error::pytest.PytestUnraisableExceptionWarning $(ARGS) tests

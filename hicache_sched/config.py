@@ -29,7 +29,8 @@ class SchedulerConfig:
         poll_acks: whether acks are kept for `pop_acks`; False for engines that only use handles or `on_ack`.
         plane: which data plane there is in async mode: "native", which needs no GIL, "python", or "auto" for the native
             one where there is one for the device and it can plan the backend's bursts. Asked for by name the native one
-            also serves other backends: it observes landings, and Python submits.
+            also serves other backends on an emulated device: it observes landings, and Python submits. On CUDA there is
+            one where the built-in backend makes batches.
         h2d_queue_ops: operations that the h2d stream may hold before submitting one more would block the submitting
             thread, and with it other threads' device calls; what is in flight is kept within it in async mode.
     """

@@ -14,7 +14,7 @@ from hicache_sched.device.runtime import Event, Stream
 class EventSet:
     """Events of one burst, used again by a later one once nobody can still wait for them.
 
-    :param h2d_stream: where they are recorded; given where the data plane is native.
+    :param stream: where they can be recorded for the first time; given where the data plane is native.
 
     Attributes:
         ack_start: timed; recorded on the h2d stream before the first copy.
@@ -25,26 +25,26 @@ class EventSet:
 
     __slots__ = ("ack_finish", "ack_start", "handles", "layers")
 
-    def __init__(self, device: DeviceBinding, num_layers: int, h2d_stream: Stream | None) -> None:
+    def __init__(self, device: DeviceBinding, num_layers: int, stream: Stream | None) -> None:
         self.ack_start: Event = device.new_event(timed=True)
         self.layers: list[Event] = [device.new_event() for _ in range(num_layers)]
         self.ack_finish: Event = device.new_event(timed=True)
         self.handles: NDArray[np.int64] | None = None
-        if h2d_stream is not None:
+        if stream is not None:
             events = [self.ack_start, *self.layers, self.ack_finish]
-            self.handles = np.array([device.handle_of(event, h2d_stream) for event in events], dtype=np.int64)
+            self.handles = np.array([device.handle_of(event, stream) for event in events], dtype=np.int64)
 
 
 class EventSetPool:
     """Event sets that no burst uses at the moment; from any thread.
 
-    :param h2d_stream: see `EventSet`.
+    :param stream: see `EventSet`.
     """
 
-    def __init__(self, device: DeviceBinding, num_layers: int, h2d_stream: Stream | None = None) -> None:
+    def __init__(self, device: DeviceBinding, num_layers: int, stream: Stream | None = None) -> None:
         self._device = device
         self._num_layers = num_layers
-        self._h2d_stream = h2d_stream
+        self._stream = stream
         self._free: deque[EventSet] = deque()
 
     def take(self) -> EventSet:
@@ -62,4 +62,4 @@ class EventSetPool:
         self._free.append(events)
 
     def _new(self) -> EventSet:
-        return EventSet(self._device, self._num_layers, self._h2d_stream)
+        return EventSet(self._device, self._num_layers, self._stream)

@@ -13,7 +13,10 @@ from hicache_sched.copy.backend import BurstBackend
 from hicache_sched.copy.merge import MergedOps
 from hicache_sched.copy.planned import PlannedBackend
 from hicache_sched.copy.pooled import PooledBackend
+from hicache_sched.copy.submit import refused
+from hicache_sched.device.batched_copy import CudaBatchedCopy, NoBatchedCopy
 from hicache_sched.device.binding import DeviceBinding
+from hicache_sched.device.cuda_driver import CudaDriver
 from hicache_sched.device.emulated import EmulatedDevice
 from hicache_sched.device.runtime import Event, Stream
 from hicache_sched.errors import InvalidLoadError, SchedulerClosedError
@@ -47,6 +50,7 @@ class NativePlane:
     :param device: where it transfers.
     :param backend: whose bursts it submits; None where Python does that, too.
     :param h2d_stream: where it submits.
+    :param driver: the driver that it calls, if it calls one itself.
     """
 
     def __init__(
@@ -55,11 +59,13 @@ class NativePlane:
         device: DeviceBinding,
         backend: PooledBackend | PlannedBackend | None,
         h2d_stream: Stream,
+        driver: CudaDriver | None = None,
     ) -> None:
         self.native = native_plane
         self._device = device
         self._backend = backend
         self._h2d_stream = h2d_stream
+        self._driver = driver
 
     def new_progress(self) -> Any:
         """The native half of a burst."""
@@ -108,9 +114,7 @@ class NativePlane:
 
     def error(self, burst: Burst, status: tuple[Any, ...]) -> BaseException:
         """What the Python plane would have raised."""
-        kind, _, _, refusal, _ = _Status(*status)
-        if refusal is not None:
-            return refusal
+        kind, call, _, _, copy = _Status(*status)
         if kind == "invalid":
             return self._why_invalid(burst)
         if kind == "given up":
@@ -118,10 +122,19 @@ class NativePlane:
             return burst.error
         if kind == "stopped":
             return SchedulerClosedError("the process is ending")
-        return self.lost()
+        error = self.device_error(status)
+        if kind == "driver" and call == CudaBatchedCopy.name:
+            return self._batch_error(burst, copy, error)
+        return error
 
-    def lost(self) -> Exception:
+    def device_error(self, status: tuple[Any, ...]) -> BaseException:
         """What the device says of a call that it did not make."""
+        kind, call, code, refusal, _ = _Status(*status)
+        if refusal is not None:
+            return refusal
+        if kind == "driver":
+            assert self._driver is not None
+            return self._driver.error(call, code)
         try:
             self._h2d_stream.query()
         except Exception as exc:
@@ -139,6 +152,17 @@ class NativePlane:
 
     def _handle(self, event: Event | None) -> int:
         return 0 if event is None else self._device.handle_of(event, self._h2d_stream)
+
+    def _batch_error(self, burst: Burst, copy: int | None, cause: BaseException) -> BaseException:
+        """About the layer that is not enqueued."""
+        assert self._backend is not None
+        plan = self._backend.plan_of(burst.prepared)
+        if plan is None:
+            assert isinstance(self._backend, PooledBackend), "who else does not plan here"
+            plan = self._backend.planner.rebuild(burst.progress.plan())
+        error = refused(plan, burst.enqueued, copy, self._backend.pool_names, cause)
+        error.__cause__ = cause
+        return error
 
     def _why_invalid(self, burst: Burst) -> BaseException:
         """The words of the planner in Python, about the same indices."""
@@ -196,14 +220,13 @@ class NativeIndices:
 
     def _add(self, pool: int, host: torch.Tensor, device: torch.Tensor) -> bool:
         """False where they are not plainly in memory."""
-        for indices in (host, device):
-            if type(indices) is not torch.Tensor or not indices.is_cpu:
-                return False
+        if not (self._device.has_address(host) and self._device.has_address(device)):
+            return False
         self.native.add(
             pool,
             host.data_ptr(),
             host.stride(0),
-            False,
+            not host.is_cpu,
             device.data_ptr(),
             device.stride(0),
             self._device.holds(device),
@@ -234,12 +257,20 @@ def native_plane_for(
     # What a subclass does differently would not be done.
     if type(backend) is PooledBackend or (isinstance(backend, PlannedBackend) and backend.makes_batches):
         served = backend
-    if plans and served is None:
+    if served is None and (plans or device.is_cuda):
         return NoNativePlane(f"{type(backend).__name__} makes its copies in Python")
-    if type(device.runtime) is not EmulatedDevice:
+    driver = None
+    if type(device.runtime) is EmulatedDevice:
+        plane_device = device.runtime.plane_device(h2d_stream, index_stream, names)
+    elif device.is_cuda and served is not None:
+        batched_copy = served.batched_copy
+        if isinstance(batched_copy, NoBatchedCopy):
+            return NoNativePlane(f"copies are not made in batches: {batched_copy.reason}")
+        assert isinstance(batched_copy, CudaBatchedCopy), "a bound backend on CUDA has one, or says why not"
+        plane_device, driver = batched_copy.plane_device(h2d_stream, index_stream), batched_copy.driver
+    else:
         runtime = type(device.runtime).__name__ if isinstance(device.runtime, EmulatedDevice) else device.name
         return NoNativePlane(f"{runtime} is not known to it")
-    plane_device = device.runtime.plane_device(h2d_stream, index_stream, names)
     planner, dst_base, src_base = None, _NO_BASES, _NO_BASES
     if isinstance(served, PooledBackend):
         layout = served.planner.layout
@@ -249,7 +280,7 @@ def native_plane_for(
             return NoNativePlane(f"it does not plan such pools: {exc}")
         dst_base, src_base = layout.dst_base.ravel(), layout.src_base.ravel()
     plane = native.module.Plane(plane_device, planner, backend.num_layers, dst_base, src_base, backend, max_layers)
-    return NativePlane(plane, device, served, h2d_stream)
+    return NativePlane(plane, device, served, h2d_stream, driver)
 
 
 _NO_BASES = np.empty(0, dtype=np.int64)
@@ -268,7 +299,7 @@ class NativeLayersInFlight:
     def make_room(self) -> None:
         status = self._plane.native.make_room()
         if status is not None:
-            raise self._plane.lost()
+            raise self._plane.device_error(status)
 
     def add(self, burst: Burst, layer: int) -> None:
         self._plane.native.add_layer(burst.progress, layer)

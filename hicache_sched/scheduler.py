@@ -124,7 +124,7 @@ class TransferScheduler:
             config.h2d_queue_ops, config.num_slots, ops_per_layer=getattr(self._backend, "ops_per_layer", 1)
         )
         native_plane, self.plane_reason = self._choose_plane(max_layers)
-        event_sets = EventSetPool(device, protocol.num_layers, None if native_plane is None else self.h2d_stream)
+        event_sets = EventSetPool(device, protocol.num_layers, None if native_plane is None else self.index_stream)
         in_flight: InFlight
         if native_plane is None:
             in_flight = LayersInFlight(max_layers)

@@ -11,7 +11,7 @@ class SchedulerStats:
 
     Attributes:
         mode: "async" or "inline"; a closed scheduler works inline.
-        plane: which data plane submits: "python", or "inline" for the caller's thread.
+        plane: which data plane submits: "native", "python", or "inline" for the caller's thread.
         queued_ops: load ops that no hand-out has taken yet.
         bursts_queued: bursts that the data plane has not begun.
         bursts_in_flight: bursts that it has begun and that have not ended.

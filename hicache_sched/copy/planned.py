@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from hicache_sched.copy.backend import PlansBursts, TransferPoint
 from hicache_sched.copy.plan import CopyPlan, check_plan
 from hicache_sched.copy.submit import BatchSubmitter, BurstCopies
-from hicache_sched.device.batched_copy import NoBatchedCopy, batched_copy_for
+from hicache_sched.device.batched_copy import BatchedCopy, NoBatchedCopy, batched_copy_for
 from hicache_sched.load_op import LoadOp
 
 
@@ -24,6 +24,9 @@ class PlannedBackend:
     """Makes the copies of an engine's plans in batches, and lets the engine make those that it does not plan.
 
     :param engine: the engine's backend.
+
+    Attributes:
+        batched_copy: how the device makes batches, or why it makes none; None before it is bound.
     """
 
     def __init__(self, engine: PlansBursts) -> None:
@@ -32,6 +35,7 @@ class PlannedBackend:
         self.num_layers = engine.num_layers
         self.pool_names = tuple(engine.pool_names)
         self.copy_method = "the backend's own"
+        self.batched_copy: BatchedCopy | NoBatchedCopy | None = None
 
     @property
     def ops_per_layer(self) -> int:
@@ -42,6 +46,7 @@ class PlannedBackend:
         self._engine.bind(scheduler)
         # Nothing is known of the memory that plans will name, so it is read in the order of the stream.
         batched_copy = batched_copy_for(scheduler.device, scheduler.h2d_stream, (), stable_source=False)
+        self.batched_copy = batched_copy
         if isinstance(batched_copy, NoBatchedCopy):
             self.copy_method = f"the backend's own, because {batched_copy.reason}"
         else:

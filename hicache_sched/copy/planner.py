@@ -90,8 +90,7 @@ class BurstPlanner:
             copies += _copies_of(pair, self._planes[number], merged[pair.name])
         tables = self._tables
         if len(moved) < len(self._pairs):
-            planes = np.flatnonzero(np.isin(tables["pools"], moved))
-            tables = {name: np.ascontiguousarray(table[..., planes]) for name, table in tables.items()}
+            tables = self._tables_of(np.flatnonzero(np.isin(tables["pools"], moved)))
         return CopyPlan(
             src_offsets=np.concatenate([plane.src_offsets for plane in copies]),
             dst_offsets=np.concatenate([plane.dst_offsets for plane in copies]),
@@ -99,6 +98,24 @@ class BurstPlanner:
             plane_ends=np.cumsum([len(plane.sizes) for plane in copies], dtype=np.int64),
             **tables,
         )
+
+    def rebuild(self, arrays: Iterable[bytes]) -> CopyPlan:
+        """A plan of the native planner's.
+
+        :param arrays: int64 each: the plan's `src_offsets`, `dst_offsets`, `sizes` and `plane_ends`, and which of the
+            planes of all pairs it has.
+        """
+        src_offsets, dst_offsets, sizes, plane_ends, planes = (np.frombuffer(array, dtype=np.int64) for array in arrays)
+        return CopyPlan(
+            src_offsets=src_offsets,
+            dst_offsets=dst_offsets,
+            sizes=sizes,
+            plane_ends=plane_ends,
+            **self._tables_of(planes),
+        )
+
+    def _tables_of(self, planes: Indices) -> dict[str, Indices]:
+        return {name: np.ascontiguousarray(table[..., planes]) for name, table in self._tables.items()}
 
     def _host_device(self, number: int) -> Iterable[tuple[PlaneGeometry, PlaneGeometry]]:
         pair = self._pairs[number]

@@ -10,7 +10,7 @@ from hicache_sched.copy.plan import CopyPlan
 from hicache_sched.copy.planner import BurstPlanner
 from hicache_sched.copy.staged import StagedSubmitter
 from hicache_sched.copy.submit import BatchSubmitter, BurstCopies, Submitter
-from hicache_sched.device.batched_copy import NoBatchedCopy, batched_copy_for
+from hicache_sched.device.batched_copy import BatchedCopy, NoBatchedCopy, batched_copy_for
 from hicache_sched.device.binding import DeviceBinding
 from hicache_sched.device.emulated import EmulatedDevice
 from hicache_sched.errors import HiCacheSchedError
@@ -67,6 +67,7 @@ class PooledBackend:
         self._planner = BurstPlanner(pairs, self._local_layers)
         self._stable_host = stable_host
         self._device: DeviceBinding | None = None
+        self._batched_copy: BatchedCopy | NoBatchedCopy | None = None
         self._submitter: Submitter | None = None
 
     @property
@@ -81,6 +82,11 @@ class PooledBackend:
     def copy_method(self) -> str | None:
         """How copies are made, once bound; for logs."""
         return None if self._submitter is None else self._submitter.name
+
+    @property
+    def batched_copy(self) -> BatchedCopy | NoBatchedCopy | None:
+        """How the device copies in batches, or why it does not; None before it is bound."""
+        return self._batched_copy
 
     @property
     def planner(self) -> BurstPlanner:
@@ -110,6 +116,7 @@ class PooledBackend:
             self._submitter = StagedSubmitter(self._pairs, self._local_layers, device, batched_copy.reason)
         else:
             self._submitter = BatchSubmitter(batched_copy, self._names, owner=self._pairs)
+        self._batched_copy = batched_copy
         self._device = device
 
     def prepare(self, ops: Sequence[LoadOp]) -> PreparedBurst:
@@ -131,9 +138,9 @@ class PooledBackend:
         """
         prepared.copies.submit_layer(layer)
 
-    def plan_of(self, prepared: PreparedBurst) -> CopyPlan:
-        """The plan that `prepare` made."""
-        return prepared.plan
+    def plan_of(self, prepared: PreparedBurst | None) -> CopyPlan | None:
+        """The plan that `prepare` made, if it did."""
+        return None if prepared is None else prepared.plan
 
     def finish(self, prepared: PreparedBurst) -> None:
         """Let go of the burst's buffers."""

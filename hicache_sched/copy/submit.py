@@ -79,11 +79,20 @@ class BatchedCopies:
         try:
             self._batched_copy.enqueue(batch)
         except BatchError as exc:
-            if exc.index is None:
-                where = f"layer {layer}"
-            else:
-                where = self._plan.name_copy(int(self._batches.positions(layer)[exc.index]), layer, self._pool_names)
-            raise BatchError(f"{where}: {exc}", exc.index) from exc
+            copy = None if exc.index is None else int(self._batches.positions(layer)[exc.index])
+            raise refused(self._plan, layer, copy, self._pool_names, exc) from exc
 
     def release(self) -> None:
         self._batches.release()
+
+
+def refused(
+    plan: CopyPlan, layer: int, copy: int | None, pool_names: Sequence[str], error: BaseException
+) -> BatchError:
+    """What is raised where the device refused a layer; says which copy it blames.
+
+    :param copy: its number in the plan, None where the device does not say.
+    :param error: what the device says.
+    """
+    where = f"layer {layer}" if copy is None else plan.name_copy(copy, layer, pool_names)
+    return BatchError(f"{where}: {error}", copy)

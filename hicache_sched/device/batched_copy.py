@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hicache_sched import native
 from hicache_sched.device.binding import DeviceBinding
 from hicache_sched.device.copy_batch import CopyBatch
-from hicache_sched.device.cuda_driver import BatchFunction, CudaDriver, CudaDriverError
+from hicache_sched.device.cuda_driver import BatchFunction, CudaDriver
 from hicache_sched.device.emulated import EmulatedDevice
 
 ORDER_STREAM, ORDER_ANY = 1, 3  # CUmemcpySrcAccessOrder
@@ -23,7 +23,8 @@ class BatchError(RuntimeError):
     """A batch was refused.
 
     Attributes:
-        index: which of its copies the device blames, None where it does not say.
+        index: which of its copies the device blames, None where it does not say; which copy of the plan, where the
+            message names one.
     """
 
     def __init__(self, message: str, index: int | None) -> None:
@@ -139,6 +140,9 @@ class CudaBatchedCopy:
         read it at any time ("any"), else when the stream gets there ("stream").
     :param borders: addresses, ascending, where one registration of host memory ends and the next begins: a copy that
         would read across one is made in parts, as the call must not (it is one range of memory that it looks up).
+
+    Attributes:
+        driver: the driver library.
     """
 
     name = "cuMemcpyBatchAsync"
@@ -153,8 +157,10 @@ class CudaBatchedCopy:
         stable_source: bool,
         borders: NDArray[np.int64],
     ) -> None:
-        self._driver = driver
+        self.driver = driver
+        self._batch_function = function
         self._function = function.call
+        self._stable_source = stable_source
         self._current_stream = current_stream
         self._borders = borders
         self._attributes = _Attributes(source_order=ORDER_ANY if stable_source else ORDER_STREAM)
@@ -181,9 +187,23 @@ class CudaBatchedCopy:
             self._current_stream(),
         )
         if status:
-            error = CudaDriverError(self.name, status, self._driver.error_name(status))
+            error = self.driver.error(self.name, status)
             index = self._failure.value if self._failure.value < len(batch.sizes) else None
             raise BatchError(str(error), index if index is None or origins is None else int(origins[index])) from error
+
+    def plane_device(self, h2d_stream: Any, index_stream: Any) -> Any:
+        """The device, as a native data plane calls it: it makes the same batches, on `h2d_stream`.
+
+        :param index_stream: the stream that device indices are read on.
+        """
+        return native.module.cuda_plane_device(
+            self.driver.plane_functions() | {self.name: self._batch_function.address},
+            h2d_stream.cuda_stream,
+            index_stream.cuda_stream,
+            self._batch_function.has_failure_index,
+            self._stable_source,
+            self._borders,
+        )
 
 
 def _cut(batch: CopyBatch, borders: NDArray[np.int64]) -> tuple[CopyBatch, NDArray[np.int64] | None]:

@@ -60,7 +60,13 @@ class DeviceBinding:
         """
         if isinstance(self.runtime, EmulatedDevice):
             return self.runtime.handle_of(event)
-        raise NotImplementedError
+        if not self.is_cuda:
+            raise NotImplementedError
+        cuda_event: Any = event
+        if not cuda_event.cuda_event:
+            cuda_event.record(stream)
+        handle: int = cuda_event.cuda_event
+        return handle
 
     def current_stream(self) -> Stream:
         stream: Stream = self.runtime.current_stream(self.index)
@@ -89,6 +95,13 @@ class DeviceBinding:
         other runtime every tensor counts as the device's.
         """
         return tensor.device.type != "cpu" or not isinstance(self.runtime, ModuleType)
+
+    def has_address(self, tensor: torch.Tensor) -> bool:
+        """Whether a native data plane can read `tensor` by its address: in CPU memory as it is, in memory of this
+        device in order of a stream. A tensor of a class of its own may be anything."""
+        if type(tensor) is not torch.Tensor:
+            return False
+        return tensor.is_cpu or (self.is_cuda and tensor.is_cuda and tensor.device.index == self.index)
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Values of `tensors` in CPU memory, read in order of the current stream; blocks until they are there.

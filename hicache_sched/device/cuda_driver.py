@@ -13,6 +13,20 @@ _CUDA_13_0 = 13000
 _MEMORY_TYPE, _RANGE_START, _RANGE_SIZE = 2, 11, 12  # CUpointer_attribute
 _HOST = 1  # CUmemorytype
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
+_FOR_PLANE = (
+    "cuCtxGetCurrent",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventRecord",
+    "cuEventSynchronize",
+    "cuStreamWaitEvent",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpy2DAsync_v2",
+)
 
 
 class CudaDriverError(RuntimeError):
@@ -43,6 +57,11 @@ class BatchFunction(NamedTuple):
     call: Any
     has_failure_index: bool
 
+    @property
+    def address(self) -> int:
+        """Where it is, for a native caller."""
+        return _address_of(self.call)
+
 
 class CudaDriver:
     """The driver library; needs `torch.cuda` to be initialised for all that needs a context.
@@ -60,7 +79,11 @@ class CudaDriver:
         """
         status = getattr(self._library, name)(*args)
         if status != SUCCESS:
-            raise CudaDriverError(name, status, self.error_name(status))
+            raise self.error(name, status)
+
+    def error(self, function: str, status: int) -> CudaDriverError:
+        """What a call of `function` that gave `status` is to raise."""
+        return CudaDriverError(function, status, self.error_name(status))
 
     def error_name(self, status: int) -> str:
         """`CUDA_ERROR_INVALID_VALUE` and the like."""
@@ -110,6 +133,10 @@ class CudaDriver:
                 return BatchFunction(prototype(address), has_failure_index)
         return None
 
+    def plane_functions(self) -> dict[str, int]:
+        """Addresses of what a native data plane calls beside `batch_function`, by name."""
+        return {name: _address_of(getattr(self._library, name)) for name in _FOR_PLANE}
+
     def register(self, address: int, nbytes: int) -> None:
         """Page-lock memory for every context; needs a current one.
 
@@ -154,6 +181,12 @@ class CudaDriver:
         address, found = ctypes.c_void_p(), ctypes.c_int()
         status = function(symbol, ctypes.byref(address), ctypes.c_int(version), ctypes.c_uint64(0), ctypes.byref(found))
         return address.value if status == SUCCESS else None
+
+
+def _address_of(function: Any) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 def initialised_driver() -> CudaDriver:

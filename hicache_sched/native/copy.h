@@ -21,6 +21,23 @@ struct Copies {
   std::size_t num_planes = 0;
 };
 
+// Calls each(first, last, dst_base, src_base) for copies that belong together.
+template <typename Each>
+void for_each_plane(const Copies& copies, Each each) {
+  if (copies.plane_ends == nullptr) {
+    each(std::size_t{0}, copies.count, std::int64_t{0}, std::int64_t{0});
+    return;
+  }
+  std::size_t first = 0;
+  for (std::size_t plane = 0; plane < copies.num_planes; ++plane) {
+    const auto last = static_cast<std::size_t>(copies.plane_ends[plane]);
+    if (copies.dst_base[plane] != 0) {
+      each(first, last, copies.dst_base[plane], copies.src_base[plane]);
+    }
+    first = last;
+  }
+}
+
 std::int64_t bytes_of(const Copies& copies);
 void copy_batch(const Copies& copies);
 

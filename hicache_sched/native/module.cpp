@@ -2,6 +2,7 @@
 #include "arrays.h"
 #include "copy.h"
 #include "core_type.h"
+#include "cuda_plane_type.h"
 #include "plane_type.h"
 #include "planner_type.h"
 
@@ -31,6 +32,7 @@ PyObject* copy_batch(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
 PyMethodDef methods[] = {
     {"copy_batch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(copy_batch)), METH_FASTCALL,
      "copy_batch(dst, src, sizes): sizes[i] bytes from address src[i] to dst[i], without the GIL; int64 arrays."},
+    {"cuda_plane_device", hicache::cuda_plane_device, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

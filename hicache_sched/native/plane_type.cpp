@@ -300,6 +300,24 @@ PyObject* read_indices(PyObject* self, PyObject*) {
   return list;
 }
 
+// The plan of a burst that a device call failed, arrays as bytes: (src_offsets, dst_offsets, sizes, plane_ends,
+// columns).
+PyObject* plan_of(PyObject* self, PyObject*) {
+  static_assert(sizeof(std::size_t) == sizeof(std::int64_t), "columns as int64");
+  const std::shared_ptr<Copied> copied = held<BurstPtr>(self)->copied;
+  if (copied == nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "a burst has a plan from when it was planned until it has ended");
+    return nullptr;
+  }
+  const Plan& plan = copied->plan;
+  const auto bytes = [](const auto& values) {
+    return int64_bytes(reinterpret_cast<const std::int64_t*>(values.data()), values.size());
+  };
+  // Py_BuildValue lets go of what it was given where one of them is null.
+  return Py_BuildValue("(NNNNN)", bytes(plan.src_offsets), bytes(plan.dst_offsets), bytes(plan.sizes),
+                       bytes(plan.plane_ends), bytes(plan.columns));
+}
+
 PyGetSetDef burst_getters[] = {
     {"enqueued", get_layers<kEnqueued>, nullptr, nullptr, nullptr},
     {"landed", get_layers<kLanded>, nullptr, nullptr, nullptr},
@@ -327,6 +345,7 @@ PyMethodDef burst_methods[] = {
     {"want_landed", want<kLanded>, METH_O, nullptr},
     {"fail_on_device", fail_on_device, METH_NOARGS, nullptr},
     {"read_indices", read_indices, METH_NOARGS, nullptr},
+    {"plan", plan_of, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

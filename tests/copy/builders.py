@@ -78,8 +78,13 @@ def raw_bytes(pool: Pool) -> bytes:
 def expected_bytes(pair: PoolPair, ops: Sequence[LoadOp], layers: Sequence[int] | None = None) -> bytes:
     """What the device pool holds once `ops` have landed (in `layers`), made token by token."""
     planes = [plane.to("cpu", copy=True) for plane in pair.device.planes]
+    # Of "page_first" layers come second; there are other numbers of layers and tokens here.
+    host_planes = [
+        plane.transpose(0, 1) if plane.dim() == 4 and len(plane) != pair.num_layers else plane
+        for plane in pair.host.planes
+    ]
     page_size = pair.device.page_size
-    for plane, host_plane in zip(planes, pair.host.planes, strict=True):
+    for plane, host_plane in zip(planes, host_planes, strict=True):
         for layer in range(pair.num_layers) if layers is None else layers:
             for op in ops:
                 for src, dst in zip(op.host_indices.tolist(), op.device_indices.tolist(), strict=True):

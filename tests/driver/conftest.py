@@ -20,7 +20,21 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs a C compiler")
     path = tmp_path_factory.mktemp("driver") / "stand_in.so"
     subprocess.run(
-        [compiler, "-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", path, SOURCE], check=True
+        [
+            compiler,
+            "-std=c11",
+            "-O1",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-shared",
+            "-fPIC",
+            "-pthread",
+            "-o",
+            path,
+            SOURCE,
+        ],
+        check=True,
     )
     return path
 

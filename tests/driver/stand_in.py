@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +13,26 @@ from hicache_sched.device.binding import DeviceBinding
 from hicache_sched.device.cuda_driver import CudaDriver
 
 STREAM = 0x5EED
-"""Handle of the only stream that there is."""
+"""Handle of the stream that there always is: the h2d stream."""
+INDEX_STREAM = 0x1DE
+ENGINE_STREAM = 0xE61
+"""Handles of two more, made by `StandIn.more_streams`."""
+
+Copy = tuple[int, int, int]
+"""To, from, bytes."""
+
+
+class Call(NamedTuple):
+    """One call of the driver.
+
+    Attributes:
+        args: what of its arguments tests look at, in order.
+        copies: those of a batch.
+    """
+
+    name: str
+    args: tuple[int, ...]
+    copies: list[Copy]
 
 
 class StandIn(CudaDriver):
@@ -25,13 +44,21 @@ class StandIn(CudaDriver):
 
     def __init__(self, path: Path) -> None:
         self.lib = ctypes.CDLL(str(path))
-        self.lib.stand_in_copies.restype = ctypes.c_size_t
+        for name in ("stand_in_copies", "stand_in_call_num_copies"):
+            getattr(self.lib, name).restype = ctypes.c_size_t
+        for name in ("stand_in_call_arg", "stand_in_call_copy"):
+            getattr(self.lib, name).restype = ctypes.c_uint64
+        self.lib.stand_in_call_name.restype = ctypes.c_char_p
         super().__init__(self.lib)
         self.reset()
 
     def reset(self, version: int = 12080, *, has_failure_index: bool = True) -> None:
-        """Forget all memory and settings."""
+        """Forget all memory and settings, every event and every stream but one."""
         self.lib.stand_in_reset(version, has_failure_index, ctypes.c_void_p(STREAM))
+
+    def more_streams(self) -> None:
+        for handle in (INDEX_STREAM, ENGINE_STREAM):
+            self.lib.stand_in_stream(ctypes.c_void_p(handle))
 
     def knows(self, *, host: Iterable[torch.Tensor] = (), device: Iterable[torch.Tensor] = ()) -> None:
         """Page-locked memory of one registration each, and device memory."""
@@ -44,9 +71,67 @@ class StandIn(CudaDriver):
         """Refuse this copy of every batch from now on."""
         self.lib.stand_in_fail(ctypes.c_long(copy), status)
 
+    def fail_calls(self, name: str = "", *, spared: int = 0, count: int = 1, status: int = 2) -> None:
+        """Have calls fail and do nothing, those of one function or of any.
+
+        :param spared: calls before the first that fails.
+        :param count: how many fail, -1 for all.
+        """
+        self.lib.stand_in_fail_calls(name.encode(), ctypes.c_long(spared), ctypes.c_long(count), status)
+
+    def hold(self, stream: int) -> None:
+        """Have a stream do nothing until it is released."""
+        self.lib.stand_in_hold(ctypes.c_void_p(stream), 1)
+
+    def release(self, stream: int) -> None:
+        self.lib.stand_in_hold(ctypes.c_void_p(stream), 0)
+
+    def new_event(self) -> int:
+        event = ctypes.c_void_p()
+        self.call("cuEventCreate", ctypes.byref(event), ctypes.c_uint(0))
+        assert event.value is not None
+        return event.value
+
+    def record(self, event: int, stream: int) -> None:
+        self.call("cuEventRecord", ctypes.c_void_p(event), ctypes.c_void_p(stream))
+
+    def forget_calls(self) -> None:
+        self.lib.stand_in_forget_calls()
+
+    def calls(self, name: str = "") -> list[Call]:
+        """Calls that were made, those of one function or all."""
+        made = [self._call(number) for number in range(self.lib.stand_in_num_calls())]
+        return [call for call in made if name in ("", call.name)]
+
     @property
     def num_registrations(self) -> int:
         return int(self.lib.stand_in_registrations())
+
+    @property
+    def num_allocations(self) -> int:
+        """Pieces of host memory that it has allocated and that are there."""
+        return int(self.lib.stand_in_allocations())
+
+    @property
+    def num_events(self) -> int:
+        return int(self.lib.stand_in_events())
+
+    @property
+    def freed_too_early(self) -> bool:
+        """Whether memory was freed that the device was still going to write to."""
+        return bool(self.lib.stand_in_too_early())
+
+    def _call(self, number: int) -> Call:
+        lib = self.lib
+        words = [
+            lib.stand_in_call_copy(number, ctypes.c_size_t(which))
+            for which in range(3 * lib.stand_in_call_num_copies(number))
+        ]
+        return Call(
+            lib.stand_in_call_name(number).decode(),
+            tuple(lib.stand_in_call_arg(number, arg) for arg in range(lib.stand_in_call_num_args(number))),
+            list(zip(words[::3], words[1::3], words[2::3], strict=True)),
+        )
 
 
 class Stream:

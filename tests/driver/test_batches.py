@@ -17,7 +17,6 @@ from hicache_sched.copy.submit import BatchSubmitter
 from hicache_sched.device.batched_copy import (
     ORDER_ANY,
     ORDER_STREAM,
-    BatchedCopy,
     BatchError,
     NoBatchedCopy,
     batched_copy_for,
@@ -28,21 +27,10 @@ from hicache_sched.load_op import LoadOp, PoolTransfer
 from hicache_sched.pools import PoolPair
 from tests.copy.any_pool import MAKERS, AnyBurst, AnyPool, Sizes, any_bursts, fill
 from tests.copy.builders import Point, make_pair, page_op, tokens_of
+from tests.driver.plane import batched, host_ranges
 from tests.driver.stand_in import StandIn, Stream, cuda_like
 
 SIZES = Sizes(planes=(6, 4), page_size=4, num_layers=3, dtype=torch.float16)
-
-
-def host_ranges(pairs: Sequence[PoolPair]) -> list[tuple[int, int]]:
-    return [
-        (base, base + plane.extent) for pair in pairs for plane in pair.host.geometry for base in plane.base.tolist()
-    ]
-
-
-def batched(driver: StandIn, pairs: Sequence[PoolPair], *, stable_source: bool = False) -> BatchedCopy:
-    copy = batched_copy_for(cuda_like(), Stream(), host_ranges(pairs), stable_source=stable_source, driver=driver)
-    assert not isinstance(copy, NoBatchedCopy)
-    return copy
 
 
 def load(driver: StandIn, pairs: Sequence[PoolPair], ops: Sequence[LoadOp], num_layers: int) -> None:
