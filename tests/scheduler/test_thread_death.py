@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import pytest
 
-from hicache_sched import AckStatus, LoadAck, LoadFailedError, LoadHandle, TransferScheduler
+from hicache_sched import AckStatus, LoadAck, LoadFailedError, LoadHandle, TransferScheduler, native
 from hicache_sched.burst import ENDED, Burst
 from hicache_sched.delivery import Delivery
 from hicache_sched.device import EmulatedDevice
@@ -96,10 +96,32 @@ def untraced() -> Iterator[None]:
     sys.settrace(main)
 
 
-@pytest.fixture(params=["uvloop", "asyncio"])
-def event_loop(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+KINDS = [
+    pytest.param(("uvloop", "python"), id="uvloop-python"),
+    pytest.param(("asyncio", "python"), id="asyncio-python"),
+    pytest.param(
+        ("uvloop", "native"),
+        id="uvloop-native",
+        marks=pytest.mark.skipif(native.module is None, reason="needs the native part"),
+    ),
+]
+"""Loops and data planes; they do not know of each other, so that not every pair is tried."""
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
+    kind: tuple[str, str] = request.param
+    return kind
+
+
+@pytest.fixture
+def event_loop(kind: tuple[str, str]) -> str:
+    return kind[0]
+
+
+@pytest.fixture
+def plane(kind: tuple[str, str]) -> str:
+    return kind[1]
 
 
 @pytest.fixture
@@ -206,7 +228,7 @@ def test_an_observer_killed_while_the_burst_is_prepared_goes_on_waiting(setup: S
 
 
 @pytest.mark.parametrize("step", ["TaskStep", "task_wakeup"])
-@pytest.mark.parametrize("event_loop", ["asyncio"], indirect=True)
+@pytest.mark.parametrize("kind", KINDS[1:2], indirect=True)
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_loop_that_lost_a_step_of_a_job_delivers_its_burst(
     setup: Setup, monkeypatch: pytest.MonkeyPatch, step: str
@@ -534,7 +556,7 @@ def test_a_thread_interrupted_at_a_step_loses_nothing(
     setup.assert_served(*statuses)
 
 
-@pytest.mark.parametrize("plane", ["native"], indirect=True)
+@pytest.mark.parametrize("kind", KINDS[2:], indirect=True)
 @pytest.mark.parametrize("where", ["before", "after"])
 @pytest.mark.parametrize("step", LOOP_STEPS, ids=str)
 @pytest.mark.parametrize("nth", [1, 2])
