@@ -86,7 +86,7 @@ class NativePlane:
         indices, events = burst.queue.indices, burst.events
         assert events is not None
         burst.progress.set_up(
-            burst.queue.ops,
+            (burst.queue.ops, indices),
             self._handle(burst.start_event),
             self._handle(burst.fence_event),
             events.handles,
@@ -195,12 +195,13 @@ class NativeIndices:
         is_complete: whether the indices of every op that was added are in it.
     """
 
-    __slots__ = ("_device", "_num_ops", "_numbers", "is_complete", "native")
+    __slots__ = ("_device", "_num_ops", "_numbers", "_storages", "is_complete", "native")
 
     def __init__(self, device: DeviceBinding, pool_names: tuple[str, ...]) -> None:
         self.native = native.module.Indices()
         self.is_complete = True
         self._num_ops = 0
+        self._storages: list[torch.UntypedStorage] = []
         self._device = device
         self._numbers = {name: number for number, name in enumerate(pool_names)}
 
@@ -222,6 +223,8 @@ class NativeIndices:
         """False where they are not plainly in memory."""
         if not (self._device.has_address(host) and self._device.has_address(device)):
             return False
+        # Kept, as the memory is read later, whatever becomes of the tensors.
+        self._storages += (host.untyped_storage(), device.untyped_storage())
         self.native.add(
             pool,
             host.data_ptr(),

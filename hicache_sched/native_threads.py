@@ -54,6 +54,13 @@ class NativeDataPlane(DeviceThread):
     def stop(self) -> None:
         self._plane.native.stop()
 
+    def join(self, deadline: float | None) -> None:
+        super().join(deadline)
+        if self.ended:
+            # The garbage collector does not see what native code refers to, so that a backend which refers to its
+            # scheduler would keep both for ever.
+            self._plane.native.let_go()
+
     def _live(self) -> None:
         while (stop := self._plane.native.submit()) is not None:
             why, burst_id, status = stop

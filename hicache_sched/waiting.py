@@ -61,6 +61,10 @@ def check_timeout(timeout: float | None) -> None:
         return
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         raise TypeError(f"timeout must be seconds, or None for no limit, not {timeout!r}")
+    try:
+        float(timeout)
+    except OverflowError:
+        raise ValueError("timeout must be seconds, or None for no limit, not more than a float can hold") from None
     if math.isnan(timeout):
         raise ValueError("timeout must be seconds, or None for no limit, not nan")
 

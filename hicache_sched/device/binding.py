@@ -97,9 +97,16 @@ class DeviceBinding:
         return tensor.device.type != "cpu" or not isinstance(self.runtime, ModuleType)
 
     def has_address(self, tensor: torch.Tensor) -> bool:
-        """Whether a native data plane can read `tensor` by its address: in CPU memory as it is, in memory of this
-        device in order of a stream. A tensor of a class of its own may be anything."""
-        if type(tensor) is not torch.Tensor:
+        """Whether a native data plane can read `tensor`, one-dimensional and not empty, by its address: in CPU memory
+        as it is, in memory of this device in order of a stream. A tensor of a class of its own may be anything."""
+        if type(tensor) is not torch.Tensor or tensor.is_neg():
+            return False
+        try:
+            last = tensor.storage_offset() + (len(tensor) - 1) * tensor.stride(0)
+            # Less where the memory was given back, or there never was any.
+            if not tensor.data_ptr() or tensor.untyped_storage().nbytes() < (last + 1) * tensor.element_size():
+                return False
+        except RuntimeError:  # a tensor inside one of torch's transforms
             return False
         return tensor.is_cpu or (self.is_cuda and tensor.is_cuda and tensor.device.index == self.index)
 

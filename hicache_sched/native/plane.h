@@ -130,6 +130,9 @@ class Plane {
   // For an owner who plans, on the submitting thread: submits a burst that has begun and knows what to copy. Blocks.
   Status submit_layers(const BurstPtr& burst);
 
+  // Once the submitting thread has come out for good: only what is still being copied keeps the pools.
+  void let_go() { pools_ = nullptr; }
+
   Doorbell& doorbell() const { return *doorbell_; }
 
   // For an owner who submits on the submitting thread.
@@ -150,7 +153,7 @@ class Plane {
   const std::shared_ptr<PlaneDevice> device_;
   const std::shared_ptr<Planner> planner_;
   const std::shared_ptr<const Bases> bases_;
-  const std::shared_ptr<const void> pools_;
+  std::shared_ptr<const void> pools_;  // the submitting thread's
   const std::size_t max_layers_;
   const std::shared_ptr<Doorbell> doorbell_ = std::make_shared<Doorbell>();
   const std::shared_ptr<Waiter> observer_ = std::make_shared<Waiter>();
@@ -160,9 +163,10 @@ class Plane {
   std::mutex mutex_;  // of the two queues
   std::deque<BurstPtr> to_submit_, to_observe_;
 
-  const std::shared_ptr<Recycler<Copied>> copied_ = std::make_shared<Recycler<Copied>>();
-  const std::shared_ptr<Recycler<std::vector<std::int64_t>>> indices_ =
-      std::make_shared<Recycler<std::vector<std::int64_t>>>();
+  using Numbers = std::vector<std::int64_t>;
+  const std::shared_ptr<Recycler<Copied>> copied_ =
+      std::make_shared<Recycler<Copied>>([](Copied& copied) { copied.pools = nullptr; });
+  const std::shared_ptr<Recycler<Numbers>> indices_ = std::make_shared<Recycler<Numbers>>([](Numbers&) {});
 
   // The submitting thread's.
   std::deque<std::pair<BurstPtr, std::int64_t>> in_flight_;

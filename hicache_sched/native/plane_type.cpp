@@ -428,8 +428,8 @@ PyObject* sleep(PyObject* self, PyObject* timeout) {
     Progress& progress = sleep.burst->progress;
     if (!sleep.is_over() && progress.add(sleep.mark, sleep.layer, &sleep.waiter)) {
       while (goes_on && !sleep.is_over() && now() < until) {
-        const bool in_time = std::isinf(until) ? sleep.waiter.sleep() : sleep.waiter.sleep_until(until);
-        goes_on = in_time || sleep.is_over() || without.go_on();
+        const bool undisturbed = std::isinf(until) ? sleep.waiter.sleep() : sleep.waiter.sleep_until(until);
+        goes_on = undisturbed || sleep.is_over() || without.go_on();
       }
       progress.remove(&sleep.waiter);
     }
@@ -565,6 +565,12 @@ PyObject* tell(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
+PyObject* let_go(PyObject* self, PyObject*) {
+  held<PlanePtr>(self)->let_go();
+  graveyard.empty();
+  Py_RETURN_NONE;
+}
+
 PyObject* fileno_of(PyObject* self, PyObject*) { return PyLong_FromLong(held<PlanePtr>(self)->doorbell().fd()); }
 
 PyObject* silence(PyObject* self, PyObject*) {
@@ -624,6 +630,7 @@ PyMethodDef plane_methods[] = {
     {"observe", live<&Plane::observe>, METH_NOARGS, nullptr},
     {"stop", tell<&Plane::stop>, METH_NOARGS, nullptr},
     {"abandon", tell<&Plane::abandon>, METH_NOARGS, nullptr},
+    {"let_go", let_go, METH_NOARGS, nullptr},
     {"fileno", fileno_of, METH_NOARGS, nullptr},
     {"silence", silence, METH_NOARGS, nullptr},
     {"has_room_for", has_room_for, METH_O, nullptr},

@@ -13,7 +13,10 @@ namespace hicache {
 template <typename T>
 class Recycler : public std::enable_shared_from_this<Recycler<T>> {
  public:
-  // As whoever had it last left it.
+  // let_go: makes an object that comes back keep nothing else alive.
+  explicit Recycler(void (*let_go)(T&)) : let_go_(let_go) {}
+
+  // But for that, as whoever had it last left it.
   std::shared_ptr<T> take() {
     std::unique_ptr<T> object;
     {
@@ -34,6 +37,7 @@ class Recycler : public std::enable_shared_from_this<Recycler<T>> {
   static constexpr std::size_t kMax = 8;
 
   void give_back(std::unique_ptr<T> object) {
+    let_go_(*object);
     // In a forked child the lock may be held for ever.
     const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
     if (lock.owns_lock() && free_.size() < kMax) {
@@ -41,6 +45,7 @@ class Recycler : public std::enable_shared_from_this<Recycler<T>> {
     }
   }
 
+  void (*const let_go_)(T&);
   std::mutex mutex_;
   std::vector<std::unique_ptr<T>> free_;
 };

@@ -1,6 +1,7 @@
 #include "waiter.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
 
 namespace hicache {
@@ -26,7 +27,7 @@ bool Waiter::sleep_until(double time) {
     until.tv_nsec -= 1'000'000'000;
     ++until.tv_sec;
   }
-  return heard(sem_timedwait(&semaphore_, &until) == 0);
+  return heard(sem_timedwait(&semaphore_, &until) == 0) || errno != EINTR;
 }
 
 }  // namespace hicache

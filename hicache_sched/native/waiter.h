@@ -18,7 +18,7 @@ class Waiter {
   Waiter& operator=(const Waiter&) = delete;
   void wake() { sem_post(&semaphore_); }
   bool sleep() { return heard(sem_wait(&semaphore_) == 0); }  // false where a signal came first
-  bool sleep_until(double time);                              // the same, or `time`, as of now(), has come
+  bool sleep_until(double time);  // the same; or for a while, but until `time`, as of now(), at most
 
  private:
   // Whoever sleeps looks for himself afterwards, so that one wake-up does for all that came before it; else those that

@@ -283,7 +283,9 @@ def test_before_start_no_slot_has_a_handle(make_scheduler: MakeScheduler) -> Non
     assert scheduler.handle_for(2) is None
 
 
-@pytest.mark.parametrize("timeout", [math.nan, "1", True, torch.tensor(1.0)], ids=repr)
+@pytest.mark.parametrize(
+    "timeout", [math.nan, "1", True, torch.tensor(1.0), 10**400], ids=lambda value: repr(value)[:9]
+)
 async def test_a_timeout_that_is_no_number_of_seconds_is_an_error_and_changes_nothing(
     make_scheduler: MakeScheduler, timeout: Any
 ) -> None:

@@ -9,6 +9,7 @@ import itertools
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from hicache_sched import (
     native,
 )
 from hicache_sched.burst import Burst
-from hicache_sched.copy import PooledBackend
+from hicache_sched.copy import CopyPlan, PooledBackend
 from hicache_sched.device import EmulatedDevice
 from hicache_sched.progress import Progress
 from tests.builders import LaunchingBackend, MakeScheduler, hand_out, load_op
@@ -236,6 +237,46 @@ def test_indices_are_read_however_they_lie_in_memory(make_scheduler: MakeSchedul
     ops = [change(page_op(1, [5, 2, 3, 1], [1, 6, 4, 2], page_size=1)), page_op(2, [7], [0], page_size=1)]
     wanted = expected_bytes(pair, ops)
     assert load(make_scheduler(PooledBackend([pair])), ops).result(WAIT).status is AckStatus.OK
+    assert raw_bytes(pair.device) == wanted
+
+
+def zeros_without_memory() -> torch.Tensor:
+    return torch._efficientzerotensor(4, dtype=torch.int64)
+
+
+def given_back() -> torch.Tensor:
+    indices = torch.arange(4)
+    indices.untyped_storage().resize_(0)
+    return indices
+
+
+def negated() -> torch.Tensor:
+    return torch._neg_view(-torch.arange(4))
+
+
+@pytest.mark.parametrize("indices", [zeros_without_memory, given_back, negated])
+@pytest.mark.parametrize("plane", ["native", "python"])
+def test_indices_that_are_not_in_memory_as_they_are_fail_as_python_fails_to_read_them(
+    make_scheduler: MakeScheduler, indices: Any, plane: str
+) -> None:
+    scheduler = make_scheduler(PooledBackend([make_pair()]), plane=plane)
+    with pytest.raises(LoadFailedError):
+        load(scheduler, [LoadOp(1, indices(), torch.arange(4))]).result(WAIT)
+    assert load(scheduler).result(WAIT).status is AckStatus.OK
+
+
+def test_indices_are_those_of_the_load_whatever_the_tensor_is_made_to_refer_to_later(
+    make_scheduler: MakeScheduler,
+) -> None:
+    pair = make_pair()
+    host = tokens_of([5], 4)
+    wanted = expected_bytes(pair, [LoadOp(1, tokens_of([5], 4), tokens_of([1], 4))])
+    scheduler = make_scheduler(PooledBackend([pair]))
+    scheduler.load(LoadOp(1, host, tokens_of([1], 4)))
+    host.data = tokens_of([6], 4)
+    handle = scheduler.start_loading_sync(WAIT)
+    assert handle is not None
+    handle.result(WAIT)
     assert raw_bytes(pair.device) == wanted
 
 
@@ -522,6 +563,45 @@ async def test_schedulers_that_come_and_go_leave_no_file_and_no_thread_behind() 
     # Less than one each; what an earlier test has left may go meanwhile, and others may open files of their own.
     assert after[0] - before[0] < 20
     assert after[1] - before[1] < 20
+
+
+class Engine(PooledBackend):
+    """A backend that refers to its scheduler."""
+
+    def bind(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        super().bind(scheduler)
+
+    def plan(self, ops: Sequence[LoadOp]) -> CopyPlan:
+        return super().prepare(ops).plan
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("backend", [PooledBackend, Engine])
+def test_a_closed_scheduler_that_nobody_refers_to_is_collected_with_its_pools_and_device(
+    backend: type[PooledBackend], is_lost: bool
+) -> None:
+    def close_one() -> list[weakref.ref[Any]]:
+        device, pair = EmulatedDevice(), make_pair()
+        scheduler = TransferScheduler(backend([pair]), runtime=device)
+        scheduler.start()
+        assert scheduler.stats().plane == "native"
+        device.hold("h2d")
+        handle = load(scheduler)
+        if is_lost:
+            device.lose(RuntimeError("fell off the bus"))
+            with pytest.raises(LoadFailedError):
+                handle.result(WAIT)
+        device.resume("h2d")
+        scheduler.close(WAIT)
+        device.close()
+        return [weakref.ref(thing) for thing in (device, pair.device.planes[0], scheduler)]
+
+    refs = close_one()
+    with EmulatedDevice():  # what native code has let go of is released by the next that calls it
+        gc.collect()
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 3
 
 
 def test_what_python_submits_and_what_it_does_not_go_in_the_order_of_their_hand_out(
