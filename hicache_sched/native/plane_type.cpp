@@ -428,7 +428,8 @@ PyObject* sleep(PyObject* self, PyObject* timeout) {
     Progress& progress = sleep.burst->progress;
     if (!sleep.is_over() && progress.add(sleep.mark, sleep.layer, &sleep.waiter)) {
       while (goes_on && !sleep.is_over() && now() < until) {
-        const bool undisturbed = std::isinf(until) ? sleep.waiter.sleep() : sleep.waiter.sleep_until(until);
+        const bool undisturbed =
+            std::isinf(until) ? sleep.waiter.sleep() : sleep.waiter.sleep_until(until) != Slept::kInterrupted;
         goes_on = undisturbed || sleep.is_over() || without.go_on();
       }
       progress.remove(&sleep.waiter);

@@ -17,7 +17,7 @@ double now() {
   return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
 }
 
-bool Waiter::sleep_until(double time) {
+Slept Waiter::sleep_until(double time) {
   const double seconds = std::clamp(time - now(), 0.0, kLongest);
   timespec until{};
   clock_gettime(CLOCK_REALTIME, &until);
@@ -27,7 +27,10 @@ bool Waiter::sleep_until(double time) {
     until.tv_nsec -= 1'000'000'000;
     ++until.tv_sec;
   }
-  return heard(sem_timedwait(&semaphore_, &until) == 0) || errno != EINTR;
+  if (heard(sem_timedwait(&semaphore_, &until) == 0)) {
+    return Slept::kWoken;
+  }
+  return errno == EINTR ? Slept::kInterrupted : Slept::kInTime;
 }
 
 }  // namespace hicache

@@ -10,6 +10,8 @@ namespace hicache {
 
 double now();  // seconds, as Python's time.monotonic
 
+enum class Slept { kWoken, kInTime, kInterrupted };  // kInterrupted: a signal came first
+
 class Waiter {
  public:
   Waiter() { sem_init(&semaphore_, 0, 0); }
@@ -18,7 +20,7 @@ class Waiter {
   Waiter& operator=(const Waiter&) = delete;
   void wake() { sem_post(&semaphore_); }
   bool sleep() { return heard(sem_wait(&semaphore_) == 0); }  // false where a signal came first
-  bool sleep_until(double time);  // the same; or for a while, but until `time`, as of now(), at most
+  Slept sleep_until(double time);  // kInTime after a while, but at `time`, as of now(), at the latest
 
  private:
   // Whoever sleeps looks for himself afterwards, so that one wake-up does for all that came before it; else those that

@@ -1400,7 +1400,7 @@ void a_doorbell_is_closed_with_the_last_who_has_it() {
 // How often it was woken since it was last asked: what it sleeps on has a deadline that is over.
 Int wakes(Waiter& waiter) {
   Int count = 0;
-  while (waiter.sleep_until(0)) {
+  while (waiter.sleep_until(0) == Slept::kWoken) {
     ++count;
   }
   return count;
