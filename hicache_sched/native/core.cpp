@@ -311,8 +311,6 @@ bool Core::is_done(const std::shared_ptr<Record>& record) {
   return record->done;
 }
 
-bool Core::is_idle(const std::shared_ptr<Stream>& stream) { return length(stream) == 0; }
-
 std::size_t Core::length(const std::shared_ptr<Stream>& stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
   return stream->queue.size();

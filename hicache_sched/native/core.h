@@ -133,7 +133,6 @@ class Core {
 
   std::shared_ptr<Record> latest(const Event& event);
   bool is_done(const std::shared_ptr<Record>& record);
-  bool is_idle(const std::shared_ptr<Stream>& stream);
   std::size_t length(const std::shared_ptr<Stream>& stream);
   std::vector<std::shared_ptr<Record>> record_all();
 

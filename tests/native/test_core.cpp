@@ -11,6 +11,7 @@
 
 #include "../../hicache_sched/native/copy.h"
 #include "../../hicache_sched/native/core.h"
+#include "check.h"
 
 using namespace hicache;
 
@@ -18,14 +19,6 @@ namespace {
 
 constexpr int kCompute = 0, kH2d = 1, kD2h = 2;
 const double kFast[kEngines] = {0, 0, 0};
-
-#define CHECK(condition)                                                     \
-  do {                                                                       \
-    if (!(condition)) {                                                      \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);   \
-      std::abort();                                                          \
-    }                                                                        \
-  } while (false)
 
 bool always() { return true; }
 
@@ -183,7 +176,7 @@ void any_program_of_many_threads_comes_to_its_end(std::size_t queue_depth) {
     CHECK(core.block_on(record, always) == Outcome::kDone);
   }
   for (const auto& stream : streams) {
-    CHECK(core.is_idle(stream));
+    CHECK(core.length(stream) == 0);
   }
   core.stop();
   for (auto& caller : callers) {

@@ -26,18 +26,11 @@
 #include <vector>
 
 #include "../../hicache_sched/native/plane.h"
+#include "check.h"
 
 using namespace hicache;
 
 namespace {
-
-#define CHECK(condition)                                                     \
-  do {                                                                       \
-    if (!(condition)) {                                                      \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);   \
-      std::abort();                                                          \
-    }                                                                        \
-  } while (false)
 
 using Int = std::int64_t;
 using Texts = std::vector<std::string>;

@@ -14,18 +14,11 @@
 #include <vector>
 
 #include "../../hicache_sched/native/planner.h"
+#include "check.h"
 
 using namespace hicache;
 
 namespace {
-
-#define CHECK(condition)                                                     \
-  do {                                                                       \
-    if (!(condition)) {                                                      \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);   \
-      std::abort();                                                          \
-    }                                                                        \
-  } while (false)
 
 using Int = std::int64_t;
 constexpr Int kMost = std::numeric_limits<Int>::max(), kLeast = std::numeric_limits<Int>::min();
