@@ -272,9 +272,12 @@ def test_it_is_said_once_where_two_threads_meet_it_at_the_same_time(
     outstanding: Outstanding, monkeypatch: pytest.MonkeyPatch, logs: list[Any]
 ) -> None:
     both = threading.Barrier(2)
+    met: set[int] = set()
 
     def query() -> bool:
-        both.wait(WAIT)
+        if threading.get_ident() not in met:  # the native plane may ask twice, once for the words of the error
+            met.add(threading.get_ident())
+            both.wait(WAIT)
         raise RuntimeError("lost")
 
     reached = enqueuing(outstanding.device, outstanding.backend)
