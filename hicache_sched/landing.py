@@ -142,6 +142,9 @@ class LandingObserver(ParkedThread):
         self._waiter: ThreadWaiter | None = None
         self._abandoned = False
 
+    def observe(self) -> None:
+        """Nobody can do it for this thread, which follows bursts in Python."""
+
     def abandon(self) -> None:
         """Stop following what is in flight, for the end of the process; must not block."""
         self._abandoned = True

@@ -66,6 +66,7 @@ class NativePlane:
         self._backend = backend
         self._h2d_stream = h2d_stream
         self._driver = driver
+        self._bursts: dict[int, Burst] = {}
 
     def new_progress(self) -> Any:
         """The native half of a burst."""
@@ -79,7 +80,20 @@ class NativePlane:
 
     def hand_over(self, burst: Burst) -> None:
         """Queue a burst, which has its events if it has not failed; on the caller's thread, never blocking."""
+        self._bursts[burst.id] = burst
         self.native.hand_over(burst.progress, burst.id)
+
+    def burst(self, burst_id: int) -> Burst | None:
+        """One that was handed over; None from when its last report was popped."""
+        return self._bursts.get(burst_id)
+
+    def pop_report(self, burst_id: int, *, is_last: bool) -> None:
+        """
+        :param is_last: of that burst.
+        """
+        if is_last:
+            self._bursts.pop(burst_id, None)
+        self.native.pop_report(burst_id)
 
     def set_up(self, burst: Burst) -> None:
         """Tell the native half of a burst what it needs to know."""

@@ -1,12 +1,15 @@
 """The threads that live in the native data plane.
 
-They are threads of Python's, in native code where they need no Python: one submits, one observes. They come out of it
-for what is Python's to do: to report what went wrong, to end bursts, to submit what only Python can.
+They are threads of Python's, in native code where they need no Python: one submits, one waits for landings, one is
+told. They come out of it for what is Python's to do: to submit what only Python can, to report what went wrong, to end
+bursts. The one that waits for landings never does: what it is told of must not depend on who has the GIL.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from typing import Any
 
 from hicache_sched.burst import Burst
 from hicache_sched.device.binding import DeviceBinding
@@ -30,12 +33,10 @@ class NativeDataPlane(DeviceThread):
         failures: FailureDesk,
         on_end: Callable[[], None],
         submission: Submission,
-        protocol: TransferProtocol,
         plane: NativePlane,
     ) -> None:
         super().__init__(thread_name, device, failures, on_end)
         self._submission = submission
-        self._protocol = protocol
         self._plane = plane
 
     def hand_over(self, burst: Burst) -> None:
@@ -64,7 +65,8 @@ class NativeDataPlane(DeviceThread):
     def _live(self) -> None:
         while (stop := self._plane.native.submit()) is not None:
             why, burst_id, status = stop
-            burst = next(burst for burst in self._protocol.bursts_alive() if burst.id == burst_id)
+            burst = self._plane.burst(burst_id)
+            assert burst is not None, "it has not ended"
             if why == "needs owner":
                 self._submission.submit(burst)
             elif why == "interrupted":
@@ -74,8 +76,29 @@ class NativeDataPlane(DeviceThread):
             del burst  # a parked thread keeps nothing alive
 
 
+class NativeLandings(DeviceThread):
+    """The thread that waits for landings."""
+
+    def __init__(
+        self,
+        thread_name: str,
+        device: DeviceBinding,
+        failures: FailureDesk,
+        on_end: Callable[[], None],
+        plane: NativePlane,
+    ) -> None:
+        super().__init__(thread_name, device, failures, on_end)
+        self._plane = plane
+
+    def stop(self) -> None:
+        self._plane.native.stop()
+
+    def _live(self) -> None:
+        self._plane.native.observe()
+
+
 class NativeLandingObserver(DeviceThread):
-    """The thread that observes landings, and ends bursts."""
+    """The thread that is told of landings and ends bursts, where nobody has looked before it has the GIL."""
 
     def __init__(
         self,
@@ -90,7 +113,10 @@ class NativeLandingObserver(DeviceThread):
         super().__init__(thread_name, device, failures, on_end)
         self._protocol = protocol
         self._plane = plane
+        self._report = plane.native.report  # which whoever looks asks first
         self._burst_end = burst_end
+        self._lock = threading.Lock()
+        self._served_by: int | None = None  # the thread that is at a report
 
     def hint(self) -> None:
         """It knows: bursts are handed over to the plane."""
@@ -102,15 +128,53 @@ class NativeLandingObserver(DeviceThread):
         """Stop following what is in flight, for the end of the process; must not block."""
         self._plane.native.abandon()
 
+    def observe(self) -> None:
+        """End what has landed, as far as nothing of it can block; on any thread.
+
+        This thread may wait for the GIL as long as the thread that asks keeps it.
+        """
+        if self._report() is None or self._served_by is not None:
+            return
+        thread = threading.get_ident()
+        try:
+            with self._lock:
+                if self._served_by is None:
+                    self._served_by = thread
+                    while (report := self._report()) is not None and self._serve(report, may_block=False):
+                        pass
+        finally:  # no call in here: Ctrl-C interrupts CPython after calls, and this has to be done
+            if self._served_by == thread:
+                self._served_by = None
+
     def _live(self) -> None:
-        while (stop := self._plane.native.observe()) is not None:
-            why, burst_id, status = stop
-            burst = self._protocol.oldest_in_flight()
-            if burst is not None and burst.id == burst_id:  # else this thread was interrupted after it had ended it
-                if why == "failed":
-                    self._failures.burst_failed(burst, "device", burst.landed, self._plane.error(burst, status))
-                    burst.progress.fail_on_device()
-                    continue
-                self._burst_end.end_once_landed(burst, has_landed=burst.progress.finish_recorded and status is None)
-            self._plane.native.pop_observed(burst_id)
-            del burst  # a parked thread keeps nothing alive
+        thread = threading.get_ident()
+        while self._plane.native.next_report() is not None:
+            try:
+                with self._lock:  # one who looks keeps it for as long as that takes
+                    self._served_by = thread
+                if (report := self._report()) is not None:
+                    self._serve(report, may_block=True)
+            finally:
+                if self._served_by == thread:
+                    self._served_by = None
+
+    def _serve(self, report: tuple[Any, ...], *, may_block: bool) -> bool:
+        """Deal with a report; False where that could block and may not."""
+        why, burst_id, status = report
+        is_last = why == "over"
+        burst = self._plane.burst(burst_id)
+        if burst is None:  # it was handed over twice
+            pass
+        elif burst is not self._protocol.oldest_in_flight():  # its end was interrupted once it had been published
+            burst.wake()
+            self._protocol.wake()
+        else:
+            has_landed = status is None and (burst.progress.finish_recorded or not burst.progress.begun)
+            if not may_block and not (is_last and has_landed and not burst.needs_finish):
+                return False
+            if is_last:
+                self._burst_end.end_once_landed(burst, has_landed=has_landed)
+            else:
+                self._failures.burst_failed(burst, "device", burst.landed, self._plane.error(burst, status))
+        self._plane.pop_report(burst_id, is_last=is_last)
+        return True

@@ -34,7 +34,7 @@ from hicache_sched.protocol import Lifecycle, TransferProtocol, Turn
 from hicache_sched.slots import SlotRing
 from hicache_sched.stats import SchedulerStats
 from hicache_sched.submission import Submission
-from hicache_sched.threads import Threads, make_threads, thread_names
+from hicache_sched.threads import Threads, make_threads, native_thread_names
 from hicache_sched.waiting import PENDING, ForkGuard, NotifiedWaits, Pending, PolledWaits, Waiter, Waits, check_timeout
 
 
@@ -383,7 +383,7 @@ class TransferScheduler:
             self.h2d_stream,
             self.index_stream,
             max_layers,
-            thread_names(config.thread_name),
+            native_thread_names(config.thread_name),
             plans=config.plane == "auto",
         )
         if isinstance(plane, NativePlane):
@@ -397,9 +397,14 @@ class TransferScheduler:
         return self._polled if self._is_inline else self._notified
 
     def _observe(self) -> None:
-        """In inline mode nobody else notices what has landed. A forked child has nothing to see."""
+        """End what has landed: in inline mode nobody else does, else somebody may be late.
+
+        A forked child has nothing to see.
+        """
         self._guard.check()
-        if self._is_inline:
+        if (threads := self._threads) is not None:
+            threads.observer.observe()
+        elif self._is_inline:
             self._inline_observer.observe()
 
     def _handle(self, burst: Burst) -> LoadHandle:
@@ -414,7 +419,8 @@ class TransferScheduler:
                     "hand-out on a stream that is being captured: the start event would belong to the graph; "
                     "call start_loading() before or after the capture"
                 )
-            self._observe()
+            if self._is_inline:
+                self._inline_observer.observe()
         waits, launch = (self._polled, self._launch_inline) if self._is_inline else (self._notified, self._launch)
         return HandOut(self._protocol, turn, fence or self.fence_stream, waits, launch)
 

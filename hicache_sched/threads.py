@@ -14,32 +14,44 @@ from hicache_sched.job import Jobs
 from hicache_sched.landing import BurstEnd, LandingObserver
 from hicache_sched.loop_thread import LoopThread
 from hicache_sched.native_plane import NativePlane
-from hicache_sched.native_threads import NativeDataPlane, NativeLandingObserver
+from hicache_sched.native_threads import NativeDataPlane, NativeLandingObserver, NativeLandings
+from hicache_sched.own_thread import OwnThread
 from hicache_sched.protocol import TransferProtocol
 from hicache_sched.submission import Submission
 
 
 @dataclass(frozen=True)
 class Threads:
-    """The loop thread with its jobs, the data plane and the landing observer."""
+    """The loop thread with its jobs, the data plane and the landing observer.
+
+    Attributes:
+        landings: waits for landings, where the observer does not do that itself.
+    """
 
     loop: LoopThread
     jobs: Jobs
     plane: PythonDataPlane | NativeDataPlane
     observer: LandingObserver | NativeLandingObserver
+    landings: NativeLandings | None = None
+
+    @property
+    def _all(self) -> list[OwnThread]:
+        """In the order in which they end."""
+        threads: list[OwnThread | None] = [self.plane, self.landings, self.observer, self.loop]
+        return [thread for thread in threads if thread is not None]
 
     @property
     def is_current(self) -> bool:
         """Whether the calling thread is one of them."""
-        return any(thread.is_current for thread in (self.loop, self.plane, self.observer))
+        return any(thread.is_current for thread in self._all)
 
     @property
     def ended(self) -> bool:
         """Whether each has called `on_end`, or is about to; joining them then takes no time."""
-        return all(thread.ended for thread in (self.loop, self.plane, self.observer))
+        return all(thread.ended for thread in self._all)
 
     def start(self) -> None:
-        for thread in (self.loop, self.plane, self.observer):
+        for thread in reversed(self._all):
             thread.start()
 
     def hand_over(self, burst: Burst) -> None:
@@ -50,7 +62,7 @@ class Threads:
 
     def stop(self) -> None:
         """Tell each to end when it has nothing to do; must not block."""
-        for thread in (self.plane, self.observer, self.loop):
+        for thread in self._all:
             thread.stop()
 
     def abandon(self) -> None:
@@ -60,13 +72,13 @@ class Threads:
 
     def join(self, deadline: float | None = None) -> None:
         """Wait until all have ended, or until `deadline` (`time.monotonic` seconds)."""
-        for thread in (self.plane, self.observer, self.loop):
+        for thread in self._all:
             thread.join(deadline)
 
 
-def thread_names(name: str) -> tuple[str, str]:
-    """Of the data plane and of the landing observer, where the loop's is `name`."""
-    return f"{name}-worker", f"{name}-observer"
+def native_thread_names(name: str) -> tuple[str, str]:
+    """Of those that make native device calls, where the loop's is `name`."""
+    return f"{name}-worker", f"{name}-landings"
 
 
 def make_threads(
@@ -86,7 +98,7 @@ def make_threads(
     :param on_end: the last call of each of them.
     :param native_plane: what the data plane and the observer live in; None for those in Python.
     """
-    worker, observer = thread_names(name)
+    (worker, landings), observer = native_thread_names(name), f"{name}-observer"
     common = device, failures, on_end
     loop = LoopThread(name, make_loop, jobs, failures, on_end, native_plane)
     if native_plane is None:
@@ -99,6 +111,7 @@ def make_threads(
     return Threads(
         loop,
         jobs,
-        NativeDataPlane(worker, *common, submission, protocol, native_plane),
+        NativeDataPlane(worker, *common, submission, native_plane),
         NativeLandingObserver(observer, *common, protocol, native_plane, burst_end),
+        NativeLandings(landings, *common, native_plane),
     )

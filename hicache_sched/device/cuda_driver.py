@@ -21,6 +21,7 @@ _FOR_PLANE = (
     "cuEventDestroy_v2",
     "cuEventRecord",
     "cuEventSynchronize",
+    "cuEventQuery",
     "cuStreamWaitEvent",
     "cuMemHostAlloc",
     "cuMemFreeHost",

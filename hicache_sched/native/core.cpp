@@ -306,6 +306,11 @@ std::shared_ptr<Record> Core::latest(const Event& event) {
   return event.latest;
 }
 
+bool Core::query(const Event& event) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return !lost_ && (event.latest == nullptr || event.latest->done);
+}
+
 bool Core::is_done(const std::shared_ptr<Record>& record) {
   const std::lock_guard<std::mutex> lock(mutex_);
   return record->done;

@@ -132,6 +132,7 @@ class Core {
   bool complete(const std::shared_ptr<Operation>& operation, double seconds);
 
   std::shared_ptr<Record> latest(const Event& event);
+  bool query(const Event& event);  // false where the device is lost
   bool is_done(const std::shared_ptr<Record>& record);
   std::size_t length(const std::shared_ptr<Stream>& stream);
   std::vector<std::shared_ptr<Record>> record_all();

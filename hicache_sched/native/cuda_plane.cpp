@@ -71,6 +71,8 @@ Status CudaPlaneDevice::synchronize(Handle event, Caller) {
   return status_of("cuEventSynchronize", functions_.cuEventSynchronize(event));
 }
 
+bool CudaPlaneDevice::is_reached(Handle event) { return functions_.cuEventQuery(event) == kSuccess; }
+
 Status CudaPlaneDevice::wait_on_index_stream(Handle event) {
   return status_of("cuStreamWaitEvent", functions_.cuStreamWaitEvent(index_, event, 0));
 }

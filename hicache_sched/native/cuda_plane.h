@@ -53,6 +53,7 @@ struct CudaFunctions {
   CudaResult (*cuEventDestroy_v2)(Handle);
   CudaResult (*cuEventRecord)(Handle event, Handle stream);
   CudaResult (*cuEventSynchronize)(Handle);
+  CudaResult (*cuEventQuery)(Handle);
   CudaResult (*cuStreamWaitEvent)(Handle stream, Handle event, unsigned flags);
   CudaResult (*cuMemHostAlloc)(void**, std::size_t bytes, unsigned flags);
   CudaResult (*cuMemFreeHost)(void*);
@@ -64,7 +65,7 @@ struct CudaFunctions {
 };
 
 // A call that the driver fails gives kDriver with its name and CUresult, and is not made again. The observing thread
-// calls `synchronize` only, the submitting thread everything; the context of the streams has to be current on both.
+// calls `synchronize` and `is_reached` only, the submitting thread everything; the context of the streams has to be current on both.
 class CudaPlaneDevice final : public PlaneDevice {
  public:
   // has_failure_index: which signature cuMemcpyBatchAsync has.
@@ -79,6 +80,7 @@ class CudaPlaneDevice final : public PlaneDevice {
   CudaPlaneDevice& operator=(const CudaPlaneDevice&) = delete;
 
   Status synchronize(Handle event, Caller caller) override;
+  bool is_reached(Handle event) override;
   Status wait_on_index_stream(Handle event) override;
   Status wait_on_h2d_stream(Handle event) override;
   Status record(Handle event) override;

@@ -32,6 +32,7 @@ bool find_all(PyObject* functions, CudaFunctions& found) {
          find(functions, "cuEventDestroy_v2", found.cuEventDestroy_v2) &&
          find(functions, "cuEventRecord", found.cuEventRecord) &&
          find(functions, "cuEventSynchronize", found.cuEventSynchronize) &&
+         find(functions, "cuEventQuery", found.cuEventQuery) &&
          find(functions, "cuStreamWaitEvent", found.cuStreamWaitEvent) &&
          find(functions, "cuMemHostAlloc", found.cuMemHostAlloc) &&
          find(functions, "cuMemFreeHost", found.cuMemFreeHost) &&

@@ -36,6 +36,8 @@ Status EmulatedPlaneDevice::synchronize(Handle event, Caller caller) {
   return lost_unless(core_->synchronize(event_at(event), always, name.c_str()) == Outcome::kDone);
 }
 
+bool EmulatedPlaneDevice::is_reached(Handle event) { return core_->query(event_at(event)); }
+
 Status EmulatedPlaneDevice::wait_on_index_stream(Handle event) {
   return lost_unless(core_->wait_event(index_, event_at(event), always, submitter_.c_str()));
 }

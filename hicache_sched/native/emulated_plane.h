@@ -21,6 +21,7 @@ class EmulatedPlaneDevice final : public PlaneDevice {
         observer_(std::move(observer)) {}
 
   Status synchronize(Handle event, Caller caller) override;
+  bool is_reached(Handle event) override;
   Status wait_on_index_stream(Handle event) override;
   Status wait_on_h2d_stream(Handle event) override;
   Status record(Handle event) override;

@@ -13,6 +13,8 @@ void gather(std::int64_t* to, const Indices& from, std::size_t count) {
   }
 }
 
+constexpr double kShortestRest = 1e-4, kLongestRest = 1e-3;  // seconds
+
 // What is read, where it goes, and both kept alive.
 struct ReadMemory {
   std::shared_ptr<const void> from, to;
@@ -49,6 +51,7 @@ void Plane::stop() {
   stopping_ = true;
   submitter_.wake();
   observer_->wake();
+  reporter_.wake();
 }
 
 void Plane::abandon() {
@@ -56,14 +59,9 @@ void Plane::abandon() {
   stop();
 }
 
-BurstPtr Plane::first(std::deque<BurstPtr>& queue) {
+BurstPtr Plane::first(const std::deque<BurstPtr>& queue) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return queue.empty() ? nullptr : queue.front();
-}
-
-void Plane::pop(std::deque<BurstPtr>& queue) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  queue.pop_front();
 }
 
 // -- submitting ------------------------------------------------------------------------------------------------------
@@ -97,7 +95,8 @@ Plane::Stop Plane::submit() {
     } else {
       observer_->wake();  // it may have been handed over again when all was done
     }
-    pop(to_submit_);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    to_submit_.pop_front();
   }
 }
 
@@ -286,53 +285,60 @@ Status Plane::make_room() {
 
 // -- landing ---------------------------------------------------------------------------------------------------------
 
-Plane::Stop Plane::observe() {
+void Plane::observe() {
   while (true) {
     const bool stops = stopping_;
     const BurstPtr burst = first(to_observe_);
     if (abandoned_ || (!burst && stops)) {
-      return {};
+      break;
     }
     if (!burst) {
       observer_->sleep();
-    } else {
-      Stop stop = follow(burst);
-      if (!abandoned_) {
-        return stop;
-      }
+      continue;
+    }
+    const Status status = follow(burst);
+    if (!abandoned_) {
+      add_report({burst, Stop::kOver, status});
+      burst->is_followed = true;
+      const std::lock_guard<std::mutex> lock(mutex_);
+      to_observe_.pop_front();
     }
   }
+  has_observed_ = true;
+  reporter_.wake();
 }
 
-void Plane::pop_observed(std::int64_t id) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (!to_observe_.empty() && to_observe_.front()->id == id) {
-    to_observe_.pop_front();
-  }
-}
-
-Plane::Stop Plane::follow(const BurstPtr& burst) {
+// Gives how the wait for all of it went.
+Status Plane::follow(const BurstPtr& burst) {
   Progress& progress = burst->progress;
-  if (progress.has_ended()) {  // its events may be those of another burst by now
-    return {burst, Stop::kOver, {}};
+  if (progress.has_ended() || burst->is_followed) {  // it was handed over again
+    return {};
   }
   const auto num_layers = static_cast<std::int64_t>(burst->num_layers);
+  double first_landed_at = 0;
   for (auto layer = progress.layers(kLanded); layer < num_layers && !burst->has_failed_on_device; ++layer) {
     if (!await_enqueued(*burst, layer)) {
       break;
     }
-    const Status status = device_->synchronize(burst->events[layer + 1], Caller::kObserver);
-    if (!status.is_ok()) {
-      return {burst, Stop::kFailed, status};
+    const Handle event = burst->events[layer + 1];
+    if (layer > 1 && !device_->is_reached(event)) {
+      rest(*burst, layer, (now() - first_landed_at) / static_cast<double>(layer - 1));
     }
-    progress.advance(kLanded, layer + 1);
+    const Status status = device_->synchronize(event, Caller::kObserver);
+    if (status.is_ok()) {
+      progress.advance(kLanded, layer + 1);
+      first_landed_at = layer == 0 ? progress.progress_at() : first_landed_at;
+    } else {
+      add_report({burst, Stop::kFailed, status});
+      burst->has_failed_on_device = true;
+    }
   }
   await_enqueued(*burst, num_layers);  // no such layer: this waits until the data plane is done
-  Stop stop{burst, Stop::kOver, {}};
+  Status status;
   if (!abandoned_ && progress.has_begun() && progress.is_finish_recorded()) {
-    stop.status = device_->synchronize(burst->events[num_layers + 1], Caller::kObserver);
+    status = device_->synchronize(burst->events[num_layers + 1], Caller::kObserver);
   }
-  return stop;
+  return status;
 }
 
 // False where it never will be, or nobody wants to know any more.
@@ -342,6 +348,58 @@ bool Plane::await_enqueued(const Burst& burst, std::int64_t layer) {
     observer_->sleep();
   }
   return progress.has(kEnqueued, layer) && !abandoned_;
+}
+
+// To be woken for every layer would cost the engine's threads a core now and then, and mostly nobody waits for single
+// layers. So it rests while some land, until half the time is over that the first is expected to take that somebody
+// waits for; the last, where nobody does: its burst is to end in time. pace: seconds a layer.
+void Plane::rest(const Burst& burst, std::int64_t layer, double pace) {
+  const double begin = now();
+  while (!abandoned_) {
+    const auto last = static_cast<std::int64_t>(burst.num_layers) - 1;
+    const std::int64_t num_before = burst.progress.first_waited_for(kLanded, last) - layer;
+    const double until = begin + std::min(kLongestRest, static_cast<double>(num_before) * pace / 2);
+    if (until - now() < kShortestRest) {
+      return;
+    }
+    observer_->sleep_until(until);
+  }
+}
+
+// -- reports ---------------------------------------------------------------------------------------------------------
+
+void Plane::add_report(Stop report) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    reports_.push_back(std::move(report));
+  }
+  reporter_.wake();
+}
+
+Plane::Stop Plane::report() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return reports_.empty() ? Stop{} : reports_.front();
+}
+
+Plane::Stop Plane::next_report() {
+  while (true) {
+    const bool is_last = has_observed_;
+    Stop next = report();
+    if (abandoned_) {
+      return {};
+    }
+    if (next.burst || is_last) {
+      return next;
+    }
+    reporter_.sleep();
+  }
+}
+
+void Plane::pop_report(std::int64_t id) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!reports_.empty() && reports_.front().burst->id == id) {
+    reports_.pop_front();
+  }
 }
 
 }  // namespace hicache

@@ -1,10 +1,11 @@
 // The native data plane: bursts from hand-out to landed, without Python.
 //
-// Threads: two of the owner's, which have no need of Python meanwhile, live in `submit` and in `observe`; each comes
-// out where it needs its owner, who sees to that and calls again. `submit` takes bursts in the order of `hand_over` and
-// makes every device call of theirs but the waits for landed layers, which `observe` makes. `hand_over`, `stop` and
-// `abandon` are called on any thread and do not block. A burst is everybody's; see progress.h for what of it may be
-// asked when.
+// Threads: two of the owner's, which have no need of Python meanwhile, live in `submit` and in `observe`. `submit` takes
+// bursts in the order of `hand_over` and makes every device call of theirs but the waits for landed layers, which
+// `observe` makes. `submit` comes out where it needs its owner, who sees to that and calls again; `observe` leaves
+// reports, in order, and goes on, so that it never waits for Python. A third thread sleeps in `next_report`; whoever
+// deals with a report pops it. What else there is is called on any thread and does not block. A burst is everybody's; see
+// progress.h for what of it may be asked when.
 #pragma once
 
 #include <atomic>
@@ -80,7 +81,9 @@ struct Burst {
   std::shared_ptr<Copied> copied;
   std::int64_t num_bytes = 0;
 
-  std::atomic<bool> has_failed_on_device{false};  // its owner knows: layers are not waited for any more
+  // The observing thread's.
+  bool has_failed_on_device = false;  // layers are not waited for any more
+  bool is_followed = false;           // to its end: its events may be those of another burst soon
 
   // It has ended: let go of all that is large.
   void release() {
@@ -95,14 +98,14 @@ using BurstPtr = std::shared_ptr<Burst>;
 
 class Plane {
  public:
-  // What a thread comes out with; no burst where it was told to.
+  // What the owner is told; no burst where a thread comes out because it was told to.
   struct Stop {
     enum Why {
       kTold,
       kNeedsOwner,   // submit: it has not begun and is the owner's to submit
       kInterrupted,  // submit: the owner was in the middle of it, of setting it up or of submitting it
-      kFailed,       // either: at the layer that is not enqueued, or has not landed
-      kOver,         // observe: all that was submitted has landed, if it has begun
+      kFailed,       // submit, or a report: at the layer that is not enqueued, or has not landed
+      kOver,         // a report: all that was submitted has landed, if it has begun
     };
     BurstPtr burst;
     Why why = kTold;
@@ -121,10 +124,12 @@ class Plane {
   }
   BurstPtr new_burst() const { return std::make_shared<Burst>(doorbell_, observer_, bases_->num_layers); }
   void hand_over(const BurstPtr& burst, std::int64_t id);  // a second time, where the first was interrupted
-  Stop submit();   // blocks
-  Stop observe();  // blocks; the same burst again, until the owner is done with it:
-  void pop_observed(std::int64_t id);
-  void stop();     // submit and observe come out once there is nothing to do
+  Stop submit();       // blocks
+  void observe();      // blocks
+  Stop next_report();  // blocks; the same again until it is popped
+  Stop report() const;  // the same, or told to where there is none yet
+  void pop_report(std::int64_t id);  // if that burst's is the first
+  void stop();     // those that block come out once there is nothing to do
   void abandon();  // they come out between two operations
 
   // For an owner who plans, on the submitting thread: submits a burst that has begun and knows what to copy. Blocks.
@@ -144,11 +149,12 @@ class Plane {
   Status load(const BurstPtr& burst);
   Status plan(Burst& burst);
   Status join_indices(Burst& burst);
-  Stop follow(const BurstPtr& burst);
+  Status follow(const BurstPtr& burst);
   bool await_enqueued(const Burst& burst, std::int64_t layer);
+  void rest(const Burst& burst, std::int64_t layer, double pace);
+  void add_report(Stop report);
   void forget_landed();
-  BurstPtr first(std::deque<BurstPtr>& queue);
-  void pop(std::deque<BurstPtr>& queue);
+  BurstPtr first(const std::deque<BurstPtr>& queue) const;
 
   const std::shared_ptr<PlaneDevice> device_;
   const std::shared_ptr<Planner> planner_;
@@ -157,11 +163,13 @@ class Plane {
   const std::size_t max_layers_;
   const std::shared_ptr<Doorbell> doorbell_ = std::make_shared<Doorbell>();
   const std::shared_ptr<Waiter> observer_ = std::make_shared<Waiter>();
-  Waiter submitter_;
+  Waiter submitter_, reporter_;
   std::atomic<bool> stopping_{false}, abandoned_{false};
+  std::atomic<bool> has_observed_{false};  // there will be no more reports
 
-  std::mutex mutex_;  // of the two queues
+  mutable std::mutex mutex_;  // of the queues
   std::deque<BurstPtr> to_submit_, to_observe_;
+  std::deque<Stop> reports_;
 
   using Numbers = std::vector<std::int64_t>;
   const std::shared_ptr<Recycler<Copied>> copied_ =

@@ -266,11 +266,6 @@ PyObject* mark_ended(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyObject* fail_on_device(PyObject* self, PyObject*) {
-  held<BurstPtr>(self)->has_failed_on_device = true;
-  Py_RETURN_NONE;
-}
-
 PyObject* int64_bytes(const std::int64_t* values, std::size_t count) {
   return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(values),
                                    static_cast<Py_ssize_t>(count * sizeof(std::int64_t)));
@@ -343,7 +338,6 @@ PyMethodDef burst_methods[] = {
     {"mark_ended", mark_ended, METH_NOARGS, nullptr},
     {"want_enqueued", want<kEnqueued>, METH_O, nullptr},
     {"want_landed", want<kLanded>, METH_O, nullptr},
-    {"fail_on_device", fail_on_device, METH_NOARGS, nullptr},
     {"read_indices", read_indices, METH_NOARGS, nullptr},
     {"plan", plan_of, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -520,12 +514,12 @@ PyObject* hand_over(PyObject* self, PyObject* const* args, Py_ssize_t num_args) 
   Py_RETURN_NONE;
 }
 
-PyObject* pop_observed(PyObject* self, PyObject* id) {
+PyObject* pop_report(PyObject* self, PyObject* id) {
   std::int64_t number;
   if (!as_int64(id, number)) {
     return nullptr;
   }
-  held<PlanePtr>(self)->pop_observed(number);
+  held<PlanePtr>(self)->pop_report(number);
   Py_RETURN_NONE;
 }
 
@@ -559,6 +553,20 @@ PyObject* live(PyObject* self, PyObject*) {
   });
   return is_well ? stop_tuple(stop) : nullptr;
 }
+
+PyObject* observe(PyObject* self, PyObject*) {
+  const PlanePtr plane = held<PlanePtr>(self);
+  const bool is_well = guarded([&] {  // what there was no memory to report is followed again the next time
+    const WithoutGil without;
+    plane->observe();
+  });
+  if (!is_well) {
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* report(PyObject* self, PyObject*) { return stop_tuple(held<PlanePtr>(self)->report()); }
 
 template <void (Plane::*Tell)()>
 PyObject* tell(PyObject* self, PyObject*) {
@@ -626,9 +634,11 @@ PyObject* add_layer(PyObject* self, PyObject* const* args, Py_ssize_t num_args) 
 PyMethodDef plane_methods[] = {
     {"new_burst", new_burst, METH_NOARGS, nullptr},
     {"hand_over", fast(hand_over), METH_FASTCALL, nullptr},
-    {"pop_observed", pop_observed, METH_O, nullptr},
     {"submit", live<&Plane::submit>, METH_NOARGS, nullptr},
-    {"observe", live<&Plane::observe>, METH_NOARGS, nullptr},
+    {"observe", observe, METH_NOARGS, nullptr},
+    {"next_report", live<&Plane::next_report>, METH_NOARGS, nullptr},
+    {"report", report, METH_NOARGS, nullptr},
+    {"pop_report", pop_report, METH_O, nullptr},
     {"stop", tell<&Plane::stop>, METH_NOARGS, nullptr},
     {"abandon", tell<&Plane::abandon>, METH_NOARGS, nullptr},
     {"let_go", let_go, METH_NOARGS, nullptr},

@@ -90,21 +90,42 @@ void Progress::mark_submitted() {
 }
 
 bool Progress::want(Mark mark, std::int64_t layer) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (has(mark, layer)) {
-    return true;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (has(mark, layer)) {
+      return true;
+    }
+    wanted_[mark] = std::min(wanted_[mark], layer);
   }
-  wanted_[mark] = std::min(wanted_[mark], layer);
+  call_observer(mark);
   return false;
 }
 
 bool Progress::add(Mark mark, std::int64_t layer, Waiter* waiter) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (has(mark, layer)) {
-    return false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (has(mark, layer)) {
+      return false;
+    }
+    sleepers_.push_back({mark, layer, waiter});
   }
-  sleepers_.push_back({mark, layer, waiter});
+  call_observer(mark);
   return true;
+}
+
+void Progress::call_observer(Mark awaited) {
+  if (awaited == kLanded) {
+    observer_->wake();
+  }
+}
+
+std::int64_t Progress::first_waited_for(Mark mark, std::int64_t last) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::int64_t first = std::min(wanted_[mark], last);
+  for (const Sleeper& sleeper : sleepers_) {
+    first = sleeper.mark == mark ? std::min(first, sleeper.layer) : first;
+  }
+  return first;
 }
 
 void Progress::remove(Waiter* waiter) {

@@ -34,7 +34,8 @@ enum Mark { kEnqueued, kLanded, kMarks };
 
 class Progress {
  public:
-  // doorbell: rung when a layer gets there that somebody wants. observer: woken by all that the data plane does.
+  // doorbell: rung when a layer gets there that somebody wants. observer: woken by all that the data plane does, and by
+  // whoever begins to wait for a layer to land.
   Progress(std::shared_ptr<Doorbell> doorbell, std::shared_ptr<Waiter> observer);
 
   std::int64_t layers(Mark mark) const { return layers_[mark]; }  // how many have got there
@@ -63,6 +64,9 @@ class Progress {
   bool add(Mark mark, std::int64_t layer, Waiter* waiter);
   void remove(Waiter* waiter);
 
+  // The first layer that somebody waits for, or `last`.
+  std::int64_t first_waited_for(Mark mark, std::int64_t last) const;
+
  private:
   static constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
   struct Sleeper {
@@ -71,13 +75,15 @@ class Progress {
     Waiter* waiter;
   };
 
+  void call_observer(Mark awaited);
+
   const std::shared_ptr<Doorbell> doorbell_;
   const std::shared_ptr<Waiter> observer_;
   std::atomic<std::int64_t> layers_[kMarks] = {};
   std::atomic<bool> begun_{false}, given_up_{false}, planned_{false}, submitted_{false}, finish_recorded_{false},
       ended_{false};
   std::atomic<double> progress_at_;
-  std::mutex mutex_;  // of what follows, and of begin against give_up
+  mutable std::mutex mutex_;  // of what follows, and of begin against give_up
   std::int64_t wanted_[kMarks] = {kNone, kNone};
   std::vector<Sleeper> sleepers_;
 };

@@ -417,12 +417,16 @@ def test_layers_are_known_to_have_landed_when_their_events_are_reached_and_not_b
     moved, events = sut.hand_over(burst.ops, on_device=False)
 
     assert sut.submit() is None
-    thread, returned = in_thread(sut.plane.observe)
+    thread, returned = in_thread(sut.plane.next_report)
+    observing, _ = in_thread(sut.plane.observe)
     await_that(lambda: bool(driver.calls("cuEventSynchronize")))
     assert (moved.enqueued, moved.landed, moved.finish_recorded) == (3, 0, True)
     assert burst.device.raw_bytes() == before
     driver.release(STREAM)
     thread.join(20)
+
+    sut.plane.stop()
+    observing.join(20)
 
     assert returned == [("over", 1, None)]
     assert moved.landed == 3
@@ -443,30 +447,31 @@ def test_a_full_stream_is_waited_for_by_the_event_of_a_layer(driver: StandIn) ->
     assert [call.args[0] for call in driver.calls("cuEventSynchronize")] == events.layers[:1]
 
 
-def test_two_threads_live_in_it_while_bursts_are_handed_over(driver: StandIn) -> None:
+def test_its_threads_live_in_it_while_bursts_are_handed_over(driver: StandIn) -> None:
     burst = a_burst()
     knows(driver, burst)
     sut = Sut(driver, [burst.pair])
     expected = burst.expected_bytes()
 
-    def observe() -> list[int]:
+    def end() -> list[int]:
         ended = []
-        while (stop := sut.plane.observe()) is not None:
-            why, number, status = stop
+        while (report := sut.plane.next_report()) is not None:
+            why, number, status = report
             assert (why, status) == ("over", None)
-            sut.plane.pop_observed(number)
+            sut.plane.pop_report(number)
             ended.append(number)
         return ended
 
     submitting, submitted = in_thread(sut.plane.submit)
-    observing, ended = in_thread(observe)
+    observing, observed = in_thread(sut.plane.observe)
+    ending, ended = in_thread(end)
     for _ in range(20):
         sut.hand_over(burst.ops)
     sut.plane.stop()
-    submitting.join(20)
-    observing.join(20)
+    for thread in (submitting, observing, ending):
+        thread.join(20)
 
-    assert (submitted, ended) == ([None], [list(range(1, 21))])
+    assert (submitted, observed, ended) == ([None], [None], [list(range(1, 21))])
     assert burst.device.raw_bytes() == expected
 
 
@@ -619,8 +624,12 @@ def test_a_layer_whose_event_fails_is_told_to_the_observer(driver: StandIn) -> N
     assert sut.submit() is None
     driver.fail_calls("cuEventSynchronize", spared=1, status=GONE)
 
-    why, _, status = sut.plane.observe()
+    sut.plane.stop()
+    assert sut.plane.observe() is None
+    report = sut.plane.next_report()
 
+    assert report is not None
+    why, _, status = report
     assert (why, status, moved.landed) == ("failed", ("driver", "cuEventSynchronize", GONE, None, None), 1)
     error = sut.error(moved, status, ["kv"])
     assert isinstance(error, CudaDriverError)

@@ -101,6 +101,10 @@ class Script final : public PlaneDevice {
     }
     return status;
   }
+  bool is_reached(Handle event) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return !lost_ && reached(event);
+  }
   Status wait_on_index_stream(Handle event) override {
     std::unique_lock<std::mutex> lock(mutex_);
     const Status status = enter(lock, Caller::kSubmitter, "index waits " + std::to_string(event));
@@ -564,7 +568,7 @@ struct Tid {
   }
 };
 
-// The two threads with their owner's loops.
+// The three threads with their owner's loops.
 struct Threads {
   struct Seen {
     BurstPtr burst;
@@ -578,6 +582,7 @@ struct Threads {
     }
     if (observes) {
       observer = std::thread([this] { observe(); });
+      reporter = std::thread([this] { report(); });
     }
   }
   void submit() {
@@ -604,18 +609,22 @@ struct Threads {
   void observe() {
     observer_tid.set();
     const auto plane = world.plane;
+    plane->observe();
+  }
+  void report() {
+    const auto plane = world.plane;
     while (true) {
-      const Plane::Stop stop = plane->observe();
+      const Plane::Stop stop = plane->next_report();
       if (stop.why == Plane::Stop::kTold) {
         CHECK(stop.burst == nullptr && stop.status.is_ok());
         return;
       }
-      see(observe_stops, stop);
+      see(reports, stop);
       Burst& burst = *stop.burst;
       if (stop.why == Plane::Stop::kFailed) {
-        CHECK(!stop.status.is_ok() && !burst.has_failed_on_device);
+        CHECK(!stop.status.is_ok());
         burst.progress.give_up(false);
-        burst.has_failed_on_device = true;
+        plane->pop_report(burst.id);
         continue;
       }
       CHECK(stop.why == Plane::Stop::kOver);
@@ -628,7 +637,7 @@ struct Threads {
         const std::lock_guard<std::mutex> lock(mutex);
         ended.push_back(burst.id);
       }
-      plane->pop_observed(burst.id);
+      plane->pop_report(burst.id);
     }
   }
   void see(std::vector<Seen>& where, const Plane::Stop& stop) {
@@ -637,8 +646,9 @@ struct Threads {
   }
   void join() {
     std::thread::id ids[2];
-    for (auto* thread : {&submitter, &observer}) {
-      ids[thread == &observer] = thread->get_id();
+    ids[0] = submitter.get_id();
+    ids[1] = observer.get_id();
+    for (auto* thread : {&submitter, &observer, &reporter}) {
       if (thread->joinable()) {
         thread->join();
       }
@@ -656,10 +666,10 @@ struct Threads {
   World& world;
   const std::size_t first_call = world.device->calls().size();
   std::mutex mutex;
-  std::vector<Seen> submit_stops, observe_stops;
+  std::vector<Seen> submit_stops, reports;
   std::vector<Int> ended;
   Tid submitter_tid, observer_tid;
-  std::thread submitter, observer;
+  std::thread submitter, observer, reporter;
 };
 
 // -- the calls of bursts ---------------------------------------------------------------------------------------------
@@ -676,8 +686,8 @@ void a_burst_is_submitted_in_order_and_then_followed_layer_by_layer() {
   CHECK_CALLS(world.calls_of(burst, kReads), world.device->texts(Caller::kSubmitter));
   CHECK_CALLS(world.device->texts(Caller::kObserver), {"synchronize 111", "synchronize 112", "synchronize 113",
                                                        "synchronize 114", "synchronize 115"});
-  CHECK(threads.submit_stops.empty() && threads.observe_stops.size() == 1 && threads.ended == std::vector<Int>{1});
-  CHECK(threads.observe_stops[0].status.is_ok() && threads.observe_stops[0].burst == burst);
+  CHECK(threads.submit_stops.empty() && threads.reports.size() == 1 && threads.ended == std::vector<Int>{1});
+  CHECK(threads.reports[0].status.is_ok() && threads.reports[0].burst == burst);
   const Progress& progress = burst->progress;
   CHECK(progress.layers(kEnqueued) == 4 && progress.layers(kLanded) == 4 && progress.has_begun());
   CHECK(progress.is_planned() && progress.is_submitted() && progress.is_finish_recorded() && progress.has_ended());
@@ -973,10 +983,10 @@ void a_layer_that_does_not_land_fails_its_burst_which_ends_once_it_is_over() {
     world.hand_over(burst);
     world.hand_over(next);
     threads.stop();
-    CHECK(threads.observe_stops.size() == 3 && threads.observe_stops[0].burst == burst);
-    CHECK(threads.observe_stops[0].why == Plane::Stop::kFailed);
-    CHECK(is_same(threads.observe_stops[0].status, a_failure(n)));
-    CHECK(threads.observe_stops[1].burst == burst && threads.observe_stops[1].status.is_ok());
+    CHECK(threads.reports.size() == 3 && threads.reports[0].burst == burst);
+    CHECK(threads.reports[0].why == Plane::Stop::kFailed);
+    CHECK(is_same(threads.reports[0].status, a_failure(n)));
+    CHECK(threads.reports[1].burst == burst && threads.reports[1].status.is_ok());
     CHECK(burst->progress.layers(kLanded) == n - 1 && next->progress.layers(kLanded) == 4);
     CHECK(threads.ended == (std::vector<Int>{1, 2}));
     Texts wanted;
@@ -1000,8 +1010,8 @@ void a_finish_event_that_is_not_reached_is_told_with_the_end() {
   Threads threads(world);
   world.hand_over(burst);
   threads.stop();
-  CHECK(threads.observe_stops.size() == 1 && threads.observe_stops[0].why == Plane::Stop::kOver);
-  CHECK(is_same(threads.observe_stops[0].status, a_failure(3)) && burst->progress.layers(kLanded) == 4);
+  CHECK(threads.reports.size() == 1 && threads.reports[0].why == Plane::Stop::kOver);
+  CHECK(is_same(threads.reports[0].status, a_failure(3)) && burst->progress.layers(kLanded) == 4);
 }
 
 void where_no_finish_was_recorded_nobody_waits_for_it() {
@@ -1016,34 +1026,73 @@ void where_no_finish_was_recorded_nobody_waits_for_it() {
               {"synchronize 111", "synchronize 112", "synchronize 113", "synchronize 114"});
 }
 
-void an_end_is_told_again_until_it_is_popped_and_popped_once() {
+void reports_wait_for_whoever_pops_them_and_nobody_waits_for_him() {
   World world;
   const BurstPtr burst = world.a_burst(), next = world.a_burst();
   world.hand_over(burst);
   world.hand_over(next);
   world.plane->stop();
   Threads(world, false).join();
-  std::thread([&] {
-    Plane& plane = *world.plane;
-    for (int i = 0; i < 2; ++i) {
-      const Plane::Stop stop = plane.observe();
-      CHECK(stop.burst == burst && stop.why == Plane::Stop::kOver && stop.status.is_ok());
-      CHECK(world.device->texts(Caller::kObserver).size() == (i == 0 ? 5 : 1));  // what has landed is not asked again
-      world.device->forget_calls();
+  Plane& plane = *world.plane;
+  CHECK(plane.report().why == Plane::Stop::kTold);
+  std::thread([&] { plane.observe(); }).join();
+  CHECK(world.device->texts(Caller::kObserver).size() == 2 * (kLayers + 1) && next->progress.layers(kLanded) == 4);
+  for (const Plane::Stop& stop : {plane.next_report(), plane.report(), plane.next_report()}) {
+    CHECK(stop.burst == burst && stop.why == Plane::Stop::kOver && stop.status.is_ok());
+  }
+  plane.pop_report(2);  // not that one
+  CHECK(plane.report().burst == burst);
+  plane.pop_report(1);
+  plane.pop_report(1);
+  CHECK(plane.next_report().burst == next && plane.report().burst == next);
+  plane.pop_report(2);
+  plane.pop_report(2);
+  CHECK(plane.report().why == Plane::Stop::kTold && plane.next_report().why == Plane::Stop::kTold);
+}
+
+void a_burst_that_is_handed_over_again_is_followed_once_and_reported_again() {
+  World world;
+  const BurstPtr burst = world.a_burst();
+  world.hand_over(burst);
+  world.hand_over(burst);
+  world.plane->stop();
+  Threads(world, false).join();
+  std::thread([&] { world.plane->observe(); }).join();
+  CHECK(world.device->texts(Caller::kObserver).size() == kLayers + 1);  // its events may be another's by then
+  for (int i = 0; i < 2; ++i) {
+    CHECK(world.plane->next_report().burst == burst && !burst->progress.has_ended());
+    world.plane->pop_report(1);
+  }
+  CHECK(world.plane->next_report().why == Plane::Stop::kTold);
+}
+
+void a_burst_that_lands_slowly_is_followed_to_its_end(bool is_waited_for) {
+  World world;
+  const BurstPtr burst = world.a_burst();
+  world.device->hold();
+  Threads threads(world);
+  world.hand_over(burst);
+  Waiter waiter;
+  for (Int layer = 0; layer < 4; ++layer) {
+    world.device->await_call(World::record(world.event(burst, static_cast<std::size_t>(layer) + 1)));
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));  // a pace at which there is time to rest
+    if (is_waited_for) {
+      CHECK(burst->progress.add(kLanded, layer, &waiter));
     }
-    plane.pop_observed(2);  // not that one
-    CHECK(plane.observe().burst == burst);
-    burst->progress.mark_ended();
-    world.device->forget_calls();
-    CHECK(plane.observe().burst == burst);
-    CHECK(world.device->calls().empty());  // its events may be another's
-    plane.pop_observed(1);
-    plane.pop_observed(1);
-    CHECK(plane.observe().burst == next);
-    plane.pop_observed(2);
-    plane.pop_observed(2);
-    CHECK(plane.observe().why == Plane::Stop::kTold);
-  }).join();
+    CHECK(burst->progress.layers(kLanded) == layer);
+    world.device->step_layers(1);
+    while (is_waited_for && !burst->progress.has(kLanded, layer)) {
+      waiter.sleep();
+    }
+    while (!burst->progress.has(kLanded, layer)) {
+      std::this_thread::yield();
+    }
+    burst->progress.remove(&waiter);
+  }
+  world.device->resume();
+  threads.stop();
+  CHECK(threads.ended == std::vector<Int>{1});
+  world.check_loaded({burst});
 }
 
 void indices_that_are_refused_can_be_read_by_the_owner() {
@@ -1143,7 +1192,7 @@ void of_a_burst_that_was_given_up_before_no_call_is_made() {
     CHECK_CALLS(world.device->texts(Caller::kSubmitter), world.calls_of(next, kReads));
     CHECK(world.device->texts(Caller::kObserver).size() == kLayers + 1);
     CHECK(!burst->progress.has_begun() && burst->progress.is_submitted() && !burst->progress.is_finish_recorded());
-    CHECK(threads.observe_stops[0].burst == burst && threads.observe_stops[0].status.is_ok());
+    CHECK(threads.reports[0].burst == burst && threads.reports[0].status.is_ok());
     world.check_loaded({next});
   }
 }
@@ -1199,7 +1248,7 @@ void a_burst_that_is_handed_over_twice_is_served_once() {
   wanted.insert(wanted.end(), more.begin(), more.end());
   CHECK_CALLS(world.device->texts(Caller::kSubmitter), wanted);
   CHECK(world.device->texts(Caller::kObserver).size() == 2 * (kLayers + 1));
-  CHECK(threads.ended == (std::vector<Int>{1, 2}) && threads.observe_stops.size() == 5);
+  CHECK(threads.ended == (std::vector<Int>{1, 2}) && threads.reports.size() == 5);
 }
 
 void a_burst_that_is_handed_over_again_once_it_has_ended_is_told_of_at_once() {
@@ -1214,7 +1263,7 @@ void a_burst_that_is_handed_over_again_once_it_has_ended_is_told_of_at_once() {
   world.hand_over(ended);
   const auto is_told = [&] {
     const std::lock_guard<std::mutex> lock(threads.mutex);
-    return !threads.observe_stops.empty();
+    return !threads.reports.empty();
   };
   while (!is_told()) {
     std::this_thread::yield();
@@ -1268,6 +1317,7 @@ void there_are_never_more_layers_in_flight_than_allowed(std::size_t max_layers) 
   world.device->resume();
   if (threads.observer.joinable()) {
     threads.observer.join();
+    threads.reporter.join();
   }
   CHECK(world.device->most_outstanding == static_cast<Int>(std::min(max_layers, total)));
   world.check_loaded(bursts);
@@ -1434,6 +1484,42 @@ void an_observer_is_woken_by_what_the_data_plane_does() {
   CHECK(wakes(*observer) >= 1);
 }
 
+void an_observer_is_woken_by_whoever_begins_to_wait_for_a_landing() {
+  const auto observer = std::make_shared<Waiter>();
+  Progress progress(std::make_shared<Doorbell>(), observer);
+  Waiter waiter;
+  CHECK(!progress.want(kEnqueued, 0) && progress.add(kEnqueued, 0, &waiter));
+  CHECK(wakes(*observer) == 0);
+  CHECK(!progress.want(kLanded, 1));
+  CHECK(wakes(*observer) == 1);
+  CHECK(progress.add(kLanded, 1, &waiter));
+  CHECK(wakes(*observer) == 1);
+  progress.advance(kLanded, 2);
+  CHECK(progress.want(kLanded, 1) && !progress.add(kLanded, 1, &waiter));  // it is there
+  CHECK(wakes(*observer) == 0);
+}
+
+void the_first_layer_that_is_waited_for_is_known() {
+  for (const Mark mark : {kEnqueued, kLanded}) {
+    const Mark other = mark == kEnqueued ? kLanded : kEnqueued;
+    Progress progress(std::make_shared<Doorbell>(), std::make_shared<Waiter>());
+    Waiter first, second;
+    CHECK(progress.first_waited_for(mark, 77) == 77);
+    progress.want(other, 1), progress.add(other, 1, &first);
+    CHECK(progress.first_waited_for(mark, 77) == 77);
+    progress.want(mark, 9);
+    CHECK(progress.first_waited_for(mark, 77) == 9 && progress.first_waited_for(mark, 8) == 8);
+    progress.add(mark, 5, &first), progress.add(mark, 7, &second);
+    CHECK(progress.first_waited_for(mark, 77) == 5);
+    progress.remove(&first);
+    CHECK(progress.first_waited_for(mark, 77) == 7);
+    progress.want(mark, 3);
+    CHECK(progress.first_waited_for(mark, 77) == 3);
+    progress.advance(mark, 4);  // which it was told of
+    CHECK(progress.first_waited_for(mark, 77) == 7);
+  }
+}
+
 void progress_is_dated_when_a_layer_lands() {
   const double before = now();
   Progress progress(std::make_shared<Doorbell>(), std::make_shared<Waiter>());
@@ -1598,10 +1684,11 @@ void abandoned_threads_come_out_where_they_wait_for_work() {
   threads.observer_tid.await_asleep();
   world.plane->abandon();
   threads.join();
-  CHECK(world.device->calls().empty() && threads.submit_stops.empty() && threads.observe_stops.empty());
-  CHECK(world.plane->submit().why == Plane::Stop::kTold && world.plane->observe().why == Plane::Stop::kTold);
+  CHECK(world.device->calls().empty() && threads.submit_stops.empty() && threads.reports.empty());
+  CHECK(world.plane->submit().why == Plane::Stop::kTold && world.plane->next_report().why == Plane::Stop::kTold);
   world.hand_over(world.a_burst());
-  CHECK(world.plane->submit().why == Plane::Stop::kTold && world.plane->observe().why == Plane::Stop::kTold);
+  world.plane->observe();
+  CHECK(world.plane->submit().why == Plane::Stop::kTold && world.plane->next_report().why == Plane::Stop::kTold);
 }
 
 void abandoned_threads_come_out_once_the_call_that_they_are_in_returns() {
@@ -1611,7 +1698,7 @@ void abandoned_threads_come_out_once_the_call_that_they_are_in_returns() {
     const Texts all = world.calls_of(burst, kReads);
     world.device->hold();
     world.device->block(Caller::kSubmitter, static_cast<int>(n));
-    Plane::Stop submitted, observed;
+    Plane::Stop submitted;
     Tid observer_tid;
     world.hand_over(burst);
     world.hand_over(next);
@@ -1621,7 +1708,7 @@ void abandoned_threads_come_out_once_the_call_that_they_are_in_returns() {
     });
     std::thread observer([&] {
       observer_tid.set();
-      observed = world.plane->observe();
+      world.plane->observe();
     });
     world.device->await_blocked(Caller::kSubmitter);
     observer_tid.await_asleep();  // for a layer that is not enqueued, or in a call
@@ -1632,7 +1719,7 @@ void abandoned_threads_come_out_once_the_call_that_they_are_in_returns() {
       world.device->step_layers(1);
     }
     observer.join();  // before the other comes out
-    CHECK(observed.why == Plane::Stop::kTold && observed.burst == nullptr);
+    CHECK(world.plane->next_report().why == Plane::Stop::kTold);
     CHECK(world.device->texts(Caller::kObserver).size() == (n > 8 ? 1 : 0));
     world.device->release();
     submitter.join();
@@ -1662,7 +1749,8 @@ void an_abandoned_observer_that_waits_for_the_end_of_a_submission_comes_out() {
   threads.observer_tid.await_asleep();
   world.plane->abandon();
   threads.observer.join();
-  CHECK(threads.ended.empty() && threads.observe_stops.empty());
+  threads.reporter.join();
+  CHECK(threads.ended.empty() && threads.reports.empty());
   CHECK(world.device->texts(Caller::kObserver).size() == 4);  // the finish is not waited for
   world.device->release();
   threads.submitter.join();
@@ -1841,7 +1929,7 @@ void any_program_ends_every_burst_once_and_in_order(unsigned seed) {
     CHECK((seen.why == Plane::Stop::kNeedsOwner) == (seen.burst->needs_owner && seen.why != Plane::Stop::kFailed));
     failed[static_cast<std::size_t>(seen.burst->id - 1)] += seen.why == Plane::Stop::kFailed;
   }
-  for (const auto& seen : threads.observe_stops) {
+  for (const auto& seen : threads.reports) {
     failed[static_cast<std::size_t>(seen.burst->id - 1)] += !seen.status.is_ok();
   }
   World::Pools wanted = world.empty_pools();
@@ -1909,7 +1997,10 @@ int main() {
   a_layer_that_does_not_land_fails_its_burst_which_ends_once_it_is_over();
   a_finish_event_that_is_not_reached_is_told_with_the_end();
   where_no_finish_was_recorded_nobody_waits_for_it();
-  an_end_is_told_again_until_it_is_popped_and_popped_once();
+  reports_wait_for_whoever_pops_them_and_nobody_waits_for_him();
+  a_burst_that_is_handed_over_again_is_followed_once_and_reported_again();
+  a_burst_that_lands_slowly_is_followed_to_its_end(false);
+  a_burst_that_lands_slowly_is_followed_to_its_end(true);
   indices_that_are_refused_can_be_read_by_the_owner();
   a_burst_that_needs_its_owner_comes_out_before_it_has_begun();
   a_burst_in_the_middle_of_which_its_owner_was_comes_out_interrupted();
@@ -1928,6 +2019,8 @@ int main() {
   a_doorbell_is_closed_with_the_last_who_has_it();
   a_sleeper_is_woken_when_its_layer_gets_there_and_not_once_it_is_removed();
   an_observer_is_woken_by_what_the_data_plane_does();
+  an_observer_is_woken_by_whoever_begins_to_wait_for_a_landing();
+  the_first_layer_that_is_waited_for_is_known();
   progress_is_dated_when_a_layer_lands();
   no_ring_and_no_wake_up_is_lost_however_it_races();
   of_begin_and_give_up_one_wins();

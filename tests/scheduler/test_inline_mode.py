@@ -12,6 +12,7 @@ import pytest
 from hicache_sched import AckStatus, HiCacheSchedError, LoadFailedError, TransferTimeoutError
 from hicache_sched.device import EmulatedDevice
 from tests.builders import LaunchingBackend, MakeScheduler, hand_out, load_op
+from tests.scheduler.interrupt import InterruptOnLine
 
 
 class CallRecordingBackend(LaunchingBackend):
@@ -214,28 +215,6 @@ def test_waiting_for_a_later_burst_inside_a_callback_raises_instead_of_waiting_f
     device.step("h2d", 4)
     first.result(timeout=30)
     assert ["inside a callback" in str(error) for error in errors] == [True]
-
-
-class InterruptOnLine:
-    """A trace function that raises Ctrl-C once, before a line of a function."""
-
-    def __init__(self, function: str, line: int) -> None:
-        self.done = False
-        self._function = function
-        self._line = line
-
-    def __call__(self, frame: Any, event: str, arg: object) -> Any:
-        if frame.f_code.co_name != self._function:
-            return None
-        lines = iter(range(self._line))
-
-        def on_line(frame: Any, event: str, arg: object) -> Any:
-            if event == "line" and not self.done and next(lines, None) is None:
-                self.done = True
-                raise KeyboardInterrupt
-            return on_line
-
-        return on_line
 
 
 def test_ctrl_c_at_the_edge_of_an_observation_keeps_nobody_from_observing(

@@ -9,8 +9,10 @@ import itertools
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,6 +37,7 @@ from hicache_sched.progress import Progress
 from tests.builders import LaunchingBackend, MakeScheduler, hand_out, load_op
 from tests.copy.builders import expected_bytes, make_pair, page_op, raw_bytes, tokens_of
 from tests.scheduler.crowd import WAIT, eventually, in_thread
+from tests.scheduler.interrupt import InterruptAfterCall
 
 pytestmark = pytest.mark.skipif(native.module is None, reason="needs the native part")
 
@@ -303,6 +306,89 @@ def interrupted(*args: Any) -> bool:
     raise KeyboardInterrupt
 
 
+# -- who looks ends what has landed -----------------------------------------------------------------------------------
+
+
+def held_burst(device: EmulatedDevice, scheduler: TransferScheduler) -> LoadHandle:
+    """A burst that is submitted, and held."""
+    device.hold("h2d")
+    handle = load(scheduler)
+    eventually(lambda: handle.layer_enqueued(handle.num_layers - 1))
+    return handle
+
+
+@pytest.mark.parametrize(
+    "sees",
+    [
+        lambda scheduler, handle: handle.done(),
+        lambda scheduler, handle: bool(scheduler.pop_acks()),
+        lambda scheduler, handle: scheduler.stats().landed_bursts == 1,
+        lambda scheduler, handle: handle.layer_landed(0) and scheduler._protocol.counts()["acks_unpopped"] == 1,
+    ],
+)
+def test_whoever_looks_sees_that_a_burst_has_ended_though_no_other_thread_gets_the_gil(
+    device: EmulatedDevice, make_scheduler: MakeScheduler, nobody_gives_up_the_gil: Any, sees: Any
+) -> None:
+    scheduler = make_scheduler(PooledBackend([make_pair()]))
+    handle = held_burst(device, scheduler)
+    assert not sees(scheduler, handle)
+    device.resume("h2d")
+    deadline = time.monotonic() + WAIT
+    while not sees(scheduler, handle):
+        assert time.monotonic() < deadline
+        nobody_gives_up_the_gil(100)
+    assert handle.result(0).status is AckStatus.OK
+
+
+@pytest.mark.parametrize(
+    "function", ["observe", "_serve", "pop_report", "end_once_landed", "end", "publish", "give_back", "wake_all"]
+)
+def test_ctrl_c_in_one_who_looks_keeps_nobody_from_being_told(
+    device: EmulatedDevice, make_scheduler: MakeScheduler, nobody_gives_up_the_gil: Any, function: str
+) -> None:
+    acks: list[int] = []
+    scheduler = make_scheduler(PooledBackend([make_pair()]), on_ack=lambda ack: acks.append(ack.burst_id), num_slots=1)
+    for num_bursts in itertools.count(1):
+        handle = held_burst(device, scheduler)
+        waiter = in_thread(partial(handle.result, WAIT))
+        eventually(partial(bool, handle._burst._waiters))
+        device.resume("h2d")
+        interrupt = InterruptAfterCall(function, num_bursts - 1)
+        sys.setprofile(interrupt)
+        try:
+            while not handle.done():
+                nobody_gives_up_the_gil(100)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        assert waiter.result(WAIT).status is AckStatus.OK
+        if not interrupt.done:
+            break
+    eventually(lambda: len(acks) == num_bursts)
+    assert acks == [ack.burst_id for ack in scheduler.pop_acks()] == list(range(1, num_bursts + 1))
+    assert num_bursts > 1, "it was interrupted at all"
+
+
+def test_one_who_looks_does_not_wait_for_a_finish_that_blocks(
+    device: EmulatedDevice, make_scheduler: MakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, entered, gate = LaunchingBackend(device), threading.Event(), threading.Event()
+
+    def finish(prepared: Any) -> None:
+        entered.set()
+        assert gate.wait(WAIT)
+
+    monkeypatch.setattr(backend, "finish", finish)
+    scheduler = make_scheduler(backend, plane="native")
+    handle = hand_out(scheduler, 1)
+    assert entered.wait(WAIT)
+    assert not handle.done()
+    assert scheduler.pop_acks() == []
+    gate.set()
+    assert handle.result(WAIT).status is AckStatus.OK
+
+
 # -- the calls it makes -----------------------------------------------------------------------------------------------
 
 
@@ -330,12 +416,14 @@ def calls_of(plane: str) -> list[tuple[str, str, str, str]]:
     return listed
 
 
-def by_thread(calls: list[tuple[str, str, str, str]]) -> dict[str, list[tuple[str, str, str, str]]]:
-    return {name: [call for call in calls if call[3] == name] for name in {call[3] for call in calls}}
+def by_thread(calls: list[tuple[str, str, str, str]]) -> dict[str, list[tuple[str, ...]]]:
+    return {name: [call[:3] for call in calls if call[3] == name] for name in {call[3] for call in calls}}
 
 
 def test_each_thread_makes_the_calls_that_it_makes_in_python() -> None:
-    assert by_thread(calls_of("native")) == by_thread(calls_of("python"))
+    in_python = by_thread(calls_of("python"))
+    in_python["hicache-sched-landings"] = in_python.pop("hicache-sched-observer")
+    assert by_thread(calls_of("native")) == in_python
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------
