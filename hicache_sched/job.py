@@ -125,7 +125,7 @@ class Jobs:
                     self._say_layer("layer_stalled", "warning", burst, stalled, clock.waited)
                     if burst.landed > stalled:
                         continue
-                await asyncio.wait((waiter.future,), timeout=clock.remaining)
+                await waiter.sleep(clock.remaining)
             finally:  # also where a close interrupts the wait: another job may have delivered the burst
                 burst.forget(waiter)
                 if stalled is not None and (burst.landed > stalled or burst.ended):
@@ -161,7 +161,7 @@ class Jobs:
             if clock.is_due():
                 stalled = True
                 self._say_slot("slot_stalled", "warning", slot_wait, clock.waited)
-            await asyncio.wait((waiter.future,), timeout=clock.remaining)
+            await waiter.sleep(clock.remaining)
         if stalled:
             self._say_slot("slot_recovered", "info", slot_wait, clock.waited)
 

@@ -140,8 +140,10 @@ class NativeLandingObserver(DeviceThread):
             with self._lock:
                 if self._served_by is None:
                     self._served_by = thread
-                    while (report := self._report()) is not None and self._serve(report, may_block=False):
-                        pass
+                    while (report := self._report()) is not None:
+                        if not self._serve(report, may_block=False):
+                            self._plane.native.leave_report()
+                            break
         finally:  # no call in here: Ctrl-C interrupts CPython after calls, and this has to be done
             if self._served_by == thread:
                 self._served_by = None

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
 
-from hicache_sched import native
 from hicache_sched.device.binding import DeviceBinding
 from hicache_sched.failure import FailureDesk
 
@@ -47,7 +46,6 @@ class OwnThread:
     def _run(self) -> None:
         while True:
             with suppress(BaseException):  # interrupted while it reported that it had been
-                native.ask_for_short_slices()
                 self._run_until_stopped()
                 self.ended = True
                 self._on_end()

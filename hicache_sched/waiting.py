@@ -147,6 +147,15 @@ class LoopWaiter:
         except RuntimeError:
             _forget(self)  # the loop is closed; registered here, whoever awaited could not even be collected
 
+    async def sleep(self, timeout: float | None) -> None:
+        """Until it is woken, or for `timeout` seconds; as `asyncio.wait` without what several futures need."""
+        timer = None if timeout is None else self._loop.call_later(timeout, self._resolve)
+        try:
+            await self.future
+        finally:
+            if timer is not None:
+                timer.cancel()
+
     def _resolve(self) -> None:
         if not self.future.done():
             self.future.set_result(None)

@@ -28,9 +28,3 @@ def _load() -> tuple[Any, str | None]:
 
 
 module, missing_because = _load()
-
-
-def ask_for_short_slices() -> None:
-    """Have the calling thread scheduled soon after it is woken, for one that sleeps mostly; see `slices.h`."""
-    if module is not None:
-        module.ask_for_short_slices()

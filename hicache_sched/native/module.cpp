@@ -5,7 +5,6 @@
 #include "cuda_plane_type.h"
 #include "plane_type.h"
 #include "planner_type.h"
-#include "slices.h"
 
 namespace {
 
@@ -30,15 +29,9 @@ PyObject* copy_batch(PyObject*, PyObject* const* args, Py_ssize_t num_args) {
   Py_RETURN_NONE;
 }
 
-PyObject* ask_for_short_slices(PyObject*, PyObject*) {
-  hicache::ask_for_short_slices();
-  Py_RETURN_NONE;
-}
-
 PyMethodDef methods[] = {
     {"copy_batch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(copy_batch)), METH_FASTCALL,
      "copy_batch(dst, src, sizes): sizes[i] bytes from address src[i] to dst[i], without the GIL; int64 arrays."},
-    {"ask_for_short_slices", ask_for_short_slices, METH_NOARGS, nullptr},
     {"cuda_plane_device", hicache::cuda_plane_device, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

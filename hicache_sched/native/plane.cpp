@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "slices.h"
+
 namespace hicache {
 namespace {
 
@@ -67,6 +69,7 @@ BurstPtr Plane::first(const std::deque<BurstPtr>& queue) const {
 // -- submitting ------------------------------------------------------------------------------------------------------
 
 Plane::Stop Plane::submit() {
+  ask_for_short_slices();
   while (true) {
     const bool stops = stopping_;  // asked before the queue is: what was handed over before the stop is served
     const BurstPtr burst = first(to_submit_);
@@ -286,6 +289,7 @@ Status Plane::make_room() {
 // -- landing ---------------------------------------------------------------------------------------------------------
 
 void Plane::observe() {
+  ask_for_short_slices();
   while (true) {
     const bool stops = stopping_;
     const BurstPtr burst = first(to_observe_);
@@ -376,22 +380,43 @@ void Plane::add_report(Stop report) {
   reporter_.wake();
 }
 
-Plane::Stop Plane::report() const {
+Plane::Stop Plane::first_report() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return reports_.empty() ? Stop{} : reports_.front();
 }
 
+Plane::Stop Plane::report() {
+  looked_at_ = now();
+  return first_report();
+}
+
+void Plane::leave_report() {
+  looked_at_ = 0;
+  reporter_.wake();
+}
+
+// Where somebody looks again and again it is left to him: two threads that want to do it cost him more.
 Plane::Stop Plane::next_report() {
+  double until = 0;
   while (true) {
     const bool is_last = has_observed_;
-    Stop next = report();
-    if (abandoned_) {
-      return {};
+    Stop next = first_report();
+    if (abandoned_ || is_last) {
+      return abandoned_ ? Stop{} : next;
     }
-    if (next.burst || is_last) {
+    if (!next.burst) {
+      until = 0;
+      reporter_.sleep();
+      continue;
+    }
+    const double time = now();
+    if (until == 0) {
+      until = time + kLongestRest;
+    }
+    if (time > until || looked_at_ < time - kLongestRest) {
       return next;
     }
-    reporter_.sleep();
+    reporter_.sleep_until(until);
   }
 }
 

@@ -127,7 +127,8 @@ class Plane {
   Stop submit();       // blocks
   void observe();      // blocks
   Stop next_report();  // blocks; the same again until it is popped
-  Stop report() const;  // the same, or told to where there is none yet
+  Stop report();       // the same, or told to where there is none yet; of one who may deal with it, or else
+  void leave_report();
   void pop_report(std::int64_t id);  // if that burst's is the first
   void stop();     // those that block come out once there is nothing to do
   void abandon();  // they come out between two operations
@@ -153,6 +154,7 @@ class Plane {
   bool await_enqueued(const Burst& burst, std::int64_t layer);
   void rest(const Burst& burst, std::int64_t layer, double pace);
   void add_report(Stop report);
+  Stop first_report() const;
   void forget_landed();
   BurstPtr first(const std::deque<BurstPtr>& queue) const;
 
@@ -170,6 +172,7 @@ class Plane {
   mutable std::mutex mutex_;  // of the queues
   std::deque<BurstPtr> to_submit_, to_observe_;
   std::deque<Stop> reports_;
+  std::atomic<double> looked_at_{0};  // when somebody last asked for a report
 
   using Numbers = std::vector<std::int64_t>;
   const std::shared_ptr<Recycler<Copied>> copied_ =

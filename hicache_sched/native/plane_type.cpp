@@ -638,6 +638,7 @@ PyMethodDef plane_methods[] = {
     {"observe", observe, METH_NOARGS, nullptr},
     {"next_report", live<&Plane::next_report>, METH_NOARGS, nullptr},
     {"report", report, METH_NOARGS, nullptr},
+    {"leave_report", tell<&Plane::leave_report>, METH_NOARGS, nullptr},
     {"pop_report", pop_report, METH_O, nullptr},
     {"stop", tell<&Plane::stop>, METH_NOARGS, nullptr},
     {"abandon", tell<&Plane::abandon>, METH_NOARGS, nullptr},

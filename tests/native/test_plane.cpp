@@ -1050,6 +1050,28 @@ void reports_wait_for_whoever_pops_them_and_nobody_waits_for_him() {
   CHECK(plane.report().why == Plane::Stop::kTold && plane.next_report().why == Plane::Stop::kTold);
 }
 
+// The owner's thread leaves it for a while to whoever looks all the time, and for no longer.
+void a_report_that_nobody_takes_comes_out(bool is_left) {
+  World world;
+  world.hand_over(world.a_burst());
+  std::thread submitter([&] { CHECK(world.plane->submit().why == Plane::Stop::kTold); });
+  std::thread observer([&] { world.plane->observe(); });
+  std::atomic<bool> is_out{false};
+  std::thread reporter([&] {
+    CHECK(world.plane->next_report().why == Plane::Stop::kOver);
+    is_out = true;
+  });
+  while (!is_out) {
+    if (world.plane->report().burst && is_left) {
+      world.plane->leave_report();
+    }
+  }
+  reporter.join();
+  world.plane->stop();
+  submitter.join();
+  observer.join();
+}
+
 void a_burst_that_is_handed_over_again_is_followed_once_and_reported_again() {
   World world;
   const BurstPtr burst = world.a_burst();
@@ -1998,6 +2020,8 @@ int main() {
   a_finish_event_that_is_not_reached_is_told_with_the_end();
   where_no_finish_was_recorded_nobody_waits_for_it();
   reports_wait_for_whoever_pops_them_and_nobody_waits_for_him();
+  a_report_that_nobody_takes_comes_out(false);
+  a_report_that_nobody_takes_comes_out(true);
   a_burst_that_is_handed_over_again_is_followed_once_and_reported_again();
   a_burst_that_lands_slowly_is_followed_to_its_end(false);
   a_burst_that_lands_slowly_is_followed_to_its_end(true);
