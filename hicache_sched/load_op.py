@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,12 +38,15 @@ class LoadOp:
         device_indices: int64 [num_tokens], where they go in the anchor's device pool. Their values may still
             be on their way: they are read behind the start event of the hand-out, never before.
         pool_transfers: what the same node moves in side pools.
+        payload: an engine's own description of the op, for a backend that reads that. What one moves cannot be seen
+            here, so its tensors may be empty.
     """
 
     node_id: int
     host_indices: torch.Tensor
     device_indices: torch.Tensor
     pool_transfers: tuple[PoolTransfer, ...] = ()
+    payload: Any = None
 
     @property
     def num_tokens(self) -> int:

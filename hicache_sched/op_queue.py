@@ -64,7 +64,7 @@ def check_op(op: LoadOp, pool_names: Sequence[str]) -> None:
     _check_indices(op, where)
     if not isinstance(op.pool_transfers, tuple):
         raise InvalidLoadError(f"{where}: pool_transfers must be a tuple, not {type(op.pool_transfers).__name__}")
-    if op.num_tokens == 0 and not op.pool_transfers:
+    if op.num_tokens == 0 and not op.pool_transfers and op.payload is None:
         raise InvalidLoadError(f"{where}: moves no token; do not load an empty op")
     for transfer in op.pool_transfers:
         if not isinstance(transfer, PoolTransfer):

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from hicache_sched.burst import Burst
-from hicache_sched.copy.backend import BurstBackend
+from hicache_sched.copy.backend import BurstBackend, SubmitsBursts
 from hicache_sched.device.binding import DeviceBinding
 from hicache_sched.device.runtime import Stream
 from hicache_sched.errors import SchedulerClosedError
@@ -50,6 +50,7 @@ class Submission:
         """
         self._device = device
         self._backend = backend
+        self._whole_bursts = backend if isinstance(backend, SubmitsBursts) else None
         self._h2d_stream = h2d_stream
         self._index_stream = index_stream
         self._event_sets = event_sets
@@ -178,20 +179,43 @@ class Submission:
             the driver.
         """
         events.ack_start.record(self._h2d_stream)
-        for layer in range(burst.num_layers):
-            if self.stopped:
-                raise SchedulerClosedError("the process is ending")
-            if burst.error is not None:  # the landing observer saw it fail: its waiters have been released
-                raise burst.error
-            if in_flight is not None:
-                in_flight.make_room()
-            self._backend.enqueue_layer(prepared, layer)
-            events.layers[layer].record(self._h2d_stream)
-            burst.advance_enqueued(layer + 1)
-            if in_flight is not None:
-                in_flight.add(burst, layer)
+        self._make_ready(burst, in_flight)
+        if self._whole_bursts is not None:
+
+            def on_layer_done(layer: int) -> None:
+                if layer != burst.enqueued:
+                    raise RuntimeError(f"layer {layer} was submitted, and layer {burst.enqueued} is the next")
+                self._layer_done(burst, events, layer, in_flight)
+                if burst.enqueued < burst.num_layers:
+                    self._make_ready(burst, in_flight)
+
+            self._whole_bursts.submit_burst(prepared, on_layer_done)
+            if burst.enqueued < burst.num_layers:
+                raise RuntimeError(f"submit_burst() returned after {burst.enqueued} of {burst.num_layers} layers")
+        else:
+            for layer in range(burst.num_layers):
+                if layer > 0:
+                    self._make_ready(burst, in_flight)
+                self._backend.enqueue_layer(prepared, layer)
+                self._layer_done(burst, events, layer, in_flight)
         events.ack_finish.record(self._h2d_stream)
         burst.progress.mark_finish_recorded()
+
+    def _make_ready(self, burst: Burst, in_flight: InFlight | None) -> None:
+        """Before a layer: whether it is still wanted, and room for it."""
+        if self.stopped:
+            raise SchedulerClosedError("the process is ending")
+        if burst.error is not None:  # the landing observer saw it fail: its waiters have been released
+            raise burst.error
+        if in_flight is not None:
+            in_flight.make_room()
+
+    def _layer_done(self, burst: Burst, events: EventSet, layer: int, in_flight: InFlight | None) -> None:
+        """After a layer's copies."""
+        events.layers[layer].record(self._h2d_stream)
+        burst.advance_enqueued(layer + 1)
+        if in_flight is not None:
+            in_flight.add(burst, layer)
 
     def _fail(self, burst: Burst, events: EventSet, error: BaseException, in_flight: InFlight | None) -> None:
         """Fail the burst at the layer that is not enqueued.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from hicache_sched.copy.plan import CopyPlan
@@ -71,6 +71,20 @@ class BurstBackend(Protocol):
 
     def finish(self, prepared: Any) -> None:
         """Release what `prepare` made; called once, after what was submitted has landed."""
+
+
+@runtime_checkable
+class SubmitsBursts(BurstBackend, Protocol):
+    """A backend whose engine submits all layers of a burst in one call of its own; it is called in place of
+    `enqueue_layer`, which need not work."""
+
+    def submit_burst(self, prepared: Any, on_layer_done: Callable[[int], None]) -> None:
+        """Submit every layer in order; the h2d stream is current and behind start and fence events.
+
+        :param on_layer_done: to be called with each layer as soon as its copies have been submitted, on the same
+            thread; it records the layer's event behind what is on the h2d stream, and blocks while that is full. What
+            it raises ends the submission and has to get out of this method.
+        """
 
 
 @runtime_checkable
