@@ -7,6 +7,9 @@ ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 MODEL_STAMP := .venv/.installed-model
+SGLANG_STAMP := .venv-sglang/.installed
+STRICT_THREADS := -W error::pytest.PytestUnhandledThreadExceptionWarning \
+	-W error::pytest.PytestUnraisableExceptionWarning
 comma := ,
 
 # In the environment, not as -c, so that isolated builds are pinned too: for those pip reads the first before 25.3, the
@@ -106,6 +109,20 @@ pure: $(STAMP) ## build without a compiler; then the tests of what the native pa
 	rm -rf build .pure
 	HICACHE_SCHED_NATIVE=0 $(BIN)/python -m pytest $(ARGS) tests/device tests/copy tests/scheduler/test_bytes.py
 
+$(SGLANG_STAMP): pyproject.toml constraints.txt tests/integrations/sglang/requirements.txt
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/pip install --quiet --editable . pytest pytest-asyncio pytest-timeout \
+		--requirement tests/integrations/sglang/requirements.txt
+	# They ask for another torch than the pinned one, of which there is a small build for CPUs.
+	.venv-sglang/bin/pip install --quiet --no-deps sglang compressed-tensors triton
+	touch $@
+
+# SGLang's imports warn, which is no failure here, while an exception lost in one of our threads still is.
+.PHONY: test-sglang
+test-sglang: $(SGLANG_STAMP) ## the SGLang plug-in's tests, with SGLang itself
+	PYTHONPATH=$(CURDIR)/tests/integrations/sglang/stubs .venv-sglang/bin/python -m pytest -W default $(STRICT_THREADS) \
+		$(ARGS) tests/integrations/sglang
+
 .PHONY: gpu-wheels
 gpu-wheels: $(STAMP) ## download what test-gpu needs on a machine without network
 	rm -rf .gpu-wheels
@@ -125,17 +142,17 @@ test-gpu: ## the device tests on torch.cuda, with the machine's own torch
 		-I$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))') hicache_sched/native/*.cpp \
 		-o hicache_sched/_native$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))'),@true)
 	HICACHE_SCHED_TEST_GPU=1 PYTHONPATH=$(CURDIR)/.gpu-site:$(CURDIR) $(PYTHON) -m pytest -m gpu -p no:cacheprovider \
-		-W default -W error::pytest.PytestUnhandledThreadExceptionWarning \
-		-W error::pytest.PytestUnraisableExceptionWarning $(ARGS) tests
+		-W default $(STRICT_THREADS) $(ARGS) tests
 
 .PHONY: check
 check: lint types examples sanitize wheel pure ## everything that .ci/run runs
 	$(MAKE) demo ARGS=--quick
+	$(MAKE) test-sglang
 	$(MAKE) cov
 
 .PHONY: clean
 clean: ## remove everything that was built or installed
-	rm -rf .venv .venv-wheel .pure .model-cache .gpu-wheels .gpu-site build dist *.egg-info
+	rm -rf .venv .venv-wheel .venv-sglang .pure .model-cache .gpu-wheels .gpu-site build dist *.egg-info
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov
 	rm -f hicache_sched/_native*.so
 	find hicache_sched tests examples -name __pycache__ -prune -exec rm -rf {} +
