@@ -11,8 +11,8 @@ from typing import Any, Self
 from hicache_sched.ack import LoadAck
 from hicache_sched.burst import Burst
 from hicache_sched.config import SchedulerConfig
-from hicache_sched.copy.backend import BurstBackend, PlansBursts
-from hicache_sched.copy.planned import PlannedBackend
+from hicache_sched.copy.backend import BurstBackend
+from hicache_sched.copy.planned import planned
 from hicache_sched.delivery import Delivery, OnAck
 from hicache_sched.device.at_exit import stop_at_exit
 from hicache_sched.device.binding import DeviceBinding, default_runtime
@@ -84,7 +84,7 @@ class TransferScheduler:
             raise TypeError(f"on_ack must be a function that takes a LoadAck, or None, not {on_ack!r}")
         _check_backend(backend)
         self._backend_name = type(backend).__name__
-        self._backend = PlannedBackend(backend) if isinstance(backend, PlansBursts) else backend
+        self._backend = planned(backend)
         self._config = config or SchedulerConfig()
         self._guard = ForkGuard()
         self.device = DeviceBinding(default_runtime() if runtime is None else runtime)

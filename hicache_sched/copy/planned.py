@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from hicache_sched.copy.backend import PlansBursts, TransferPoint
+from hicache_sched.copy.backend import BurstBackend, PlansBursts, SubmitsBursts, TransferPoint
 from hicache_sched.copy.plan import CopyPlan, check_plan
 from hicache_sched.copy.submit import BatchSubmitter, BurstCopies
 from hicache_sched.device.batched_copy import BatchedCopy, NoBatchedCopy, batched_copy_for
@@ -80,3 +80,27 @@ class PlannedBackend:
 
     def finish(self, prepared: Any) -> None:
         self._engine.finish(prepared.plan if isinstance(prepared, _Planned) else prepared)
+
+
+class PlannedWholeBackend(PlannedBackend):
+    """The same for an engine that submits a burst which it does not plan in one call."""
+
+    def __init__(self, engine: PlansBursts) -> None:
+        super().__init__(engine)
+        assert isinstance(engine, SubmitsBursts)
+        self._submits: SubmitsBursts = engine
+
+    def submit_burst(self, prepared: Any, on_layer_done: Callable[[int], None]) -> None:
+        if not isinstance(prepared, _Planned):
+            self._submits.submit_burst(prepared, on_layer_done)
+            return
+        for layer in range(self.num_layers):
+            prepared.copies.submit_layer(layer)
+            on_layer_done(layer)
+
+
+def planned(backend: BurstBackend) -> BurstBackend:
+    """The backend that makes the copies of a backend's plans; the backend itself where it gives none."""
+    if not isinstance(backend, PlansBursts):
+        return backend
+    return PlannedWholeBackend(backend) if isinstance(backend, SubmitsBursts) else PlannedBackend(backend)

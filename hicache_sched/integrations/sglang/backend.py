@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from hicache_sched.copy import TransferPoint
+from hicache_sched.copy import CopyPlan, TransferPoint
 from hicache_sched.integrations.sglang.late import HandedOut, Sizes
+from hicache_sched.integrations.sglang.plans import EnginePlans
 from hicache_sched.load_op import LoadOp
 
 
@@ -45,8 +46,10 @@ class EngineBackend:
     Transfers of every pool kind, layout and sidecar are what SGLang makes of the merged operation.
     """
 
+    ops_per_layer = 1
+
     copy_method = "SGLang's transfer engine"
-    pool_names = ("kv",)
+    pool_names: tuple[str, ...] = ("kv",)
 
     def __init__(self, controller: Any) -> None:
         self._controller = controller
@@ -62,18 +65,11 @@ class EngineBackend:
 
     def prepare(self, ops: Sequence[LoadOp]) -> Prepared:
         """Merge the operations and move their indices, on the index stream."""
-        controller = self._controller
-        operations = [op.payload.operation for op in ops]
-        merged = type(operations[0]).merge_ops(operations)
-        num_bytes = controller._transfer_num_bytes(merged)
-        ops[0].payload.burst.sizes = Sizes(
-            len(merged.device_indices), controller._num_tokens_by_pool(merged), num_bytes
-        )
-        host, device, side_pools = controller._move_op_indices(merged)
-        transfers = controller._l2_load_transfers(host, device, side_pools)
+        controller, merged = self._controller, self._merge(ops)
+        transfers = controller._l2_load_transfers(*controller._move_op_indices(merged))
         moved = self._runtime.Event()
         moved.record()
-        return Prepared(transfers, moved, num_bytes)
+        return Prepared(transfers, moved, ops[0].payload.burst.sizes.num_bytes)
 
     def enqueue_layer(self, prepared: Prepared, layer: int) -> None:
         raise NotImplementedError("SGLang's transfer engine submits whole bursts")
@@ -87,5 +83,32 @@ class EngineBackend:
             transfer_layer_id_max=self._controller.transfer_layer_id_max,
         )
 
-    def finish(self, prepared: Prepared) -> None:
+    def finish(self, prepared: Prepared | CopyPlan) -> None:
         """The scheduler drops it, and the tensors with it."""
+
+    def _merge(self, ops: Sequence[LoadOp]) -> Any:
+        """A burst's operations as one; the burst is told what that moves."""
+        controller = self._controller
+        operations = [op.payload.operation for op in ops]
+        merged = type(operations[0]).merge_ops(operations)
+        ops[0].payload.burst.sizes = Sizes(
+            len(merged.device_indices), controller._num_tokens_by_pool(merged), controller._transfer_num_bytes(merged)
+        )
+        return merged
+
+
+class PlanningBackend(EngineBackend):
+    """Plans the bursts that it can, and has the controller make the copies of the others; a `PlansBursts`, too."""
+
+    def __init__(self, controller: Any, plans: EnginePlans) -> None:
+        super().__init__(controller)
+        self._plans = plans
+        self.pool_names = plans.pool_names
+
+    def plan(self, ops: Sequence[LoadOp]) -> CopyPlan | None:
+        merged = self._merge(ops)
+        # Not moved: that brings indices to where SGLang's copies want them, and a plan wants them on the host.
+        transfers = self._controller._l2_load_transfers(
+            merged.host_indices, merged.device_indices, merged.pool_transfers
+        )
+        return self._plans.plan([op.node_id for op in ops], transfers)

@@ -7,8 +7,10 @@ from typing import Any, Literal
 
 from hicache_sched.config import SchedulerConfig
 from hicache_sched.errors import LoadFailedError
-from hicache_sched.integrations.sglang.backend import EngineBackend, load_op
+from hicache_sched.integrations.sglang.announce import announce
+from hicache_sched.integrations.sglang.backend import EngineBackend, PlanningBackend, load_op
 from hicache_sched.integrations.sglang.late import HandedOut, LateAck, LateLayerEvent, Slot
+from hicache_sched.integrations.sglang.plans import NoPlans, plans_for
 from hicache_sched.scheduler import TransferScheduler
 
 FailurePolicy = Literal["raise", "serve"]
@@ -38,8 +40,15 @@ class AsyncLoader:
         self._loading: HandedOut | None = None  # not handed out yet
         self._num_loaded = 0  # operations of it
         counter = controller.layer_done_counter
+        plans = plans_for(controller)
+        if isinstance(plans, NoPlans):
+            announce("info", f"SGLang's transfer engine makes the copies: {plans.reason}")
+            backend = EngineBackend(controller)
+        else:
+            announce("info", "copies are planned")
+            backend = PlanningBackend(controller, plans)
         self.scheduler = TransferScheduler(
-            EngineBackend(controller),
+            backend,
             runtime=runtime,
             config=SchedulerConfig(num_slots=counter.num_counters, poll_acks=False, thread_name="hicache-sched"),
             h2d_stream=controller.l2_transfer_engine.host_to_device_stream,

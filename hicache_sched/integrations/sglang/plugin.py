@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 from hicache_sched.integrations.sglang import surface
+from hicache_sched.integrations.sglang.announce import announce
 from hicache_sched.integrations.sglang.loader import AsyncLoader, FailurePolicy
-from hicache_sched.log import Level, say
 
 GATE = "SGLANG_HICACHE_ASYNC_LOAD_ENQUEUE"
 ON_FAILURE = "SGLANG_HICACHE_ASYNC_LOAD_ON_FAILURE"
@@ -24,15 +24,15 @@ _LOADER, _INLINE = "_hicache_sched_loader", "_hicache_sched_inline"
 def register() -> None:
     """The entry point: register the hooks, where they are wanted and SGLang is as known; raises nothing."""
     if not _is_wanted():
-        _announce("info", "disabled")
+        announce("info", "disabled")
         return
     if (different := surface.differences()) or (different := _setting_errors()):
-        _announce("error", "disabled: " + "; ".join(different))
+        announce("error", "disabled: " + "; ".join(different))
         return
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     if _on_failure() == "serve":
-        _announce(
+        announce(
             "warning",
             f"{ON_FAILURE}=serve: after a failed load requests are served from stale pages, and the prefixes stay",
         )
@@ -147,7 +147,7 @@ def _load_inline(controller: Any, reason: str | None = None) -> None:
     setattr(controller, _LOADER, None)
     setattr(controller, _INLINE, True)
     why = "" if reason is None else f": {reason}"
-    _announce("warning", f"downgraded to inline ({type(controller).__name__}){why}")
+    announce("warning", f"downgraded to inline ({type(controller).__name__}){why}")
 
 
 # -- settings and logs ------------------------------------------------------------------------------------------------
@@ -172,8 +172,4 @@ def _setting_errors() -> list[str]:
 
 
 def _say_once(controller: Any) -> None:
-    _announce("info", f"enabled ({type(controller).__name__})")
-
-
-def _announce(level: Level, what: str) -> None:
-    say(level, f"HiCache async load enqueue: {what}")
+    announce("info", f"enabled ({type(controller).__name__})")
