@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,19 @@ class EngineBackend:
         return [name for name, _ in self.calls]
 
 
+class WholeBurstBackend(EngineBackend):
+    """The same, and what it does not plan it moves in one call."""
+
+    def enqueue_layer(self, prepared: Any, layer: int) -> None:
+        raise AssertionError("it submits whole bursts")
+
+    def submit_burst(self, prepared: Any, on_layer_done: Callable[[int], None]) -> None:
+        self.calls.append(("submit_burst", prepared))
+        for layer in range(self.num_layers):
+            self._pooled.enqueue_layer(prepared, layer)
+            on_layer_done(layer)
+
+
 def hand_out(make_scheduler: MakeScheduler, backend: EngineBackend, mode: str) -> Any:
     scheduler = make_scheduler(backend, mode=mode)
     for op in OPS:
@@ -117,6 +130,19 @@ def test_a_burst_that_is_not_planned_is_moved_by_the_engine(make_scheduler: Make
     assert backend.names() == ["plan", "prepare", "enqueue_layer", "enqueue_layer", "finish"]
     assert len({id(prepared) for _, prepared in backend.calls[1:]}) == 1
     assert ack.num_bytes > 0
+
+
+@pytest.mark.parametrize("mode", ["async", "inline"])
+@pytest.mark.parametrize("plans", [True, False])
+def test_a_burst_that_is_not_planned_is_submitted_in_one_call_where_that_is_how_the_engine_submits(
+    make_scheduler: MakeScheduler, mode: str, plans: bool
+) -> None:
+    pair = make_pair()
+    backend, wanted = WholeBurstBackend(pair), expected_bytes(pair, OPS)
+    backend.plans = plans
+    hand_out(make_scheduler, backend, mode).result(30)
+    assert raw_bytes(pair.device) == wanted
+    assert backend.names() == (["plan", "finish"] if plans else ["plan", "prepare", "submit_burst", "finish"])
 
 
 @pytest.mark.parametrize("mode", ["async", "inline"])

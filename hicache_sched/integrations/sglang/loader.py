@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Literal
 
-from hicache_sched.config import SchedulerConfig
-from hicache_sched.errors import LoadFailedError
+from hicache_sched import LoadFailedError, SchedulerConfig, TransferScheduler
 from hicache_sched.integrations.sglang.announce import announce
 from hicache_sched.integrations.sglang.backend import EngineBackend, PlanningBackend, load_op
 from hicache_sched.integrations.sglang.late import HandedOut, LateAck, LateLayerEvent, Slot
 from hicache_sched.integrations.sglang.plans import NoPlans, plans_for
-from hicache_sched.scheduler import TransferScheduler
 
 FailurePolicy = Literal["raise", "serve"]
 

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from hicache_sched.device import EmulatedDevice
-from hicache_sched.integrations.sglang import plugin, register
+from hicache_sched.integrations.sglang import plugin
 
 PAGE, NUM_TOKENS, WIDTH, NUM_LAYERS = 4, 64, 3, 3
 WAIT = 20.0
@@ -259,7 +259,7 @@ def patched() -> Iterator[None]:
     owners = [target.rsplit(".", 1) for target in {hook.target for hook in plugin._HOOKS}]
     before = [(pkgutil.resolve_name(owner), name) for owner, name in owners]
     originals = [owner.__dict__[name] for owner, name in before]
-    register()
+    plugin.register()
     HookRegistry.apply_hooks()
     try:
         yield

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hicache_sched.integrations.sglang import plugin, register
+from hicache_sched.integrations.sglang import plugin
 from tests.integrations.sglang.engine import Engine, has_loaded, load
 
 LINE = "HiCache async load enqueue: disabled"
@@ -44,7 +44,7 @@ def test_nothing_is_registered_and_one_line_says_so(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.delenv(plugin.GATE, raising=False)
     before = dict(HookRegistry._hooks)
-    register()
+    plugin.register()
     assert dict(HookRegistry._hooks) == before
     assert [entry["event"] for entry in logs] == [LINE]
 
