@@ -13,6 +13,14 @@ from hicache_sched.device import EmulatedDevice
 from tests.builders import MakeScheduler, Schedulers
 
 
+@pytest.fixture(scope="session", autouse=True)
+def plain_tracebacks() -> None:
+    """Where rich is installed structlog draws every local variable, which takes seconds for each failure logged."""
+    processors = structlog.get_config()["processors"]
+    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(processors=[*processors[:-1], renderer])
+
+
 @pytest.fixture
 def device() -> Iterator[EmulatedDevice]:
     """An emulated device of the test's own; its engines are never left held."""
