@@ -37,7 +37,7 @@ def load_op(operation: Any, burst: HandedOut) -> LoadOp:
     are_plain = all(indices.dtype == torch.int64 and indices.ndim == 1 for indices in (host, device))
     if not are_plain or len(host) != len(device):
         host = device = torch.empty(0, dtype=torch.int64)
-    return LoadOp(operation.node_ids[0], host, device, payload=QueuedOp(operation, burst))
+    return LoadOp(int(operation.node_ids[0]), host, device, payload=QueuedOp(operation, burst))
 
 
 class EngineBackend:

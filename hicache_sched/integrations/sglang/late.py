@@ -34,7 +34,7 @@ class HandedOut:
     """A burst, as SGLang sees it.
 
     Attributes:
-        sizes: what it moves; known once its indices have been moved.
+        sizes: what it moves; known once its indices have been read.
     """
 
     def __init__(self, runtime: Any, on_failure: OnFailure) -> None:
@@ -95,15 +95,19 @@ class HandedOut:
             self.handle.result()
 
     def wait(self, layer: int, stream: Any) -> None:
-        """Order a stream behind a layer, blocking until that has been submitted.
+        """Order a stream behind a layer, blocking until that has been submitted, or never will be.
 
         :param stream: None for the current one.
+        :raises LoadFailedError: as `has_ended`, before anything reads what was not loaded.
         """
         if stream is None or stream == self._runtime.current_stream():
             self.handle.wait_layer(layer)
         else:
             with self._runtime.stream(stream):
                 self.handle.wait_layer(layer)
+        if self.handle.stale:
+            self.join()
+            self.check()
 
 
 class Slot:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pkgutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 from hicache_sched.integrations.sglang import surface
@@ -55,7 +56,7 @@ class _Hook(NamedTuple):
 
     def is_applied(self) -> bool:
         """Whether SGLang has patched it in; other plug-ins' hooks may lie above and below."""
-        return any(self.function in _cells(function) for function in _wrappers(pkgutil.resolve_name(self.target)))
+        return any(_holds(function, self.function) for function in _wrappers(pkgutil.resolve_name(self.target)))
 
 
 def _wrappers(function: Any) -> Iterator[Any]:
@@ -64,8 +65,13 @@ def _wrappers(function: Any) -> Iterator[Any]:
         function = getattr(function, "__wrapped__", None)
 
 
-def _cells(function: Any) -> list[Any]:
-    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+def _holds(function: Any, hook: Callable[..., Any]) -> bool:
+    """Whether a function closes over a hook; its cells may hold anything, or nothing."""
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):
+            if cell.cell_contents is hook:
+                return True
+    return False
 
 
 def _built(result: None, controller: Any, *args: Any, **kwargs: Any) -> None:
@@ -136,10 +142,20 @@ def _why_inline(controller: Any) -> str | None:
     missing = [hook.target for hook in _HOOKS if not hook.is_applied()]
     if missing:
         return f"SGLang has not applied the hooks on {', '.join(missing)}"
-    counter = controller.layer_done_counter
-    if type(counter) is not pkgutil.resolve_name(surface.COUNTER):
-        return f"its layers are counted by a {type(counter).__name__}"
+    counter = type(controller.layer_done_counter)
+    if counter is not pkgutil.resolve_name(surface.COUNTER) or not surface.is_known(
+        f"{surface.COUNTER}.update_producer"
+    ):
+        return f"its layers are counted by another {counter.__name__}"
+    if replaced := [hook.target for hook in _HOOKS if _is_replaced(hook.target)]:
+        return f"another plug-in replaces {', '.join(replaced)}"
     return None
+
+
+def _is_replaced(target: str) -> bool:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    return any(kind == HookType.REPLACE for kind, *_ in HookRegistry._hooks.get(target, ()))
 
 
 def _load_inline(controller: Any, reason: str | None = None) -> None:

@@ -94,6 +94,12 @@ def _differences() -> Iterator[str]:
         yield f"there is no {DEVICE_MODULE}"
 
 
+def is_known(target: str) -> bool:
+    """Whether a function is what the plug-in knows, its source included."""
+    function = _find(target)
+    return callable(function) and digest(function) == next(m.digest for m in _METHODS if m.target == target)
+
+
 def digest(function: Any) -> str:
     """Of a function's source."""
     return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]

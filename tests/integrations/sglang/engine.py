@@ -254,12 +254,16 @@ class Metrics:
 
 
 @contextmanager
-def patched() -> Iterator[None]:
-    """With the plug-in's hooks, registered and applied as SGLang does it; afterwards as before."""
+def patched(register_more: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """With the plug-in's hooks, registered and applied as SGLang does it; afterwards as before.
+
+    :param register_more: registers hooks of another plug-in.
+    """
     owners = [target.rsplit(".", 1) for target in {hook.target for hook in plugin._HOOKS}]
     before = [(pkgutil.resolve_name(owner), name) for owner, name in owners]
     originals = [owner.__dict__[name] for owner, name in before]
     plugin.register()
+    register_more()
     HookRegistry.apply_hooks()
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,10 +91,45 @@ def test_whoever_asks_whether_it_is_done_is_told_before_that(make: Callable[[], 
 
 
 @pytest.mark.usefixtures("raising")
+def test_a_forward_does_not_run_on_what_was_not_loaded(make: Callable[[], Any]) -> None:
+    controller = make()
+    ack = failed(controller)
+    counter = controller.layer_done_counter
+    counter.set_consumer(counter.producer_index)
+    for layer in range(NUM_LAYERS):
+        with pytest.raises(LoadFailedError):
+            counter.wait_until(layer)
+    with pytest.raises(LoadFailedError):
+        ack.finish_event.wait()
+
+
+@pytest.mark.usefixtures("raising")
+def test_of_two_that_fail_the_first_is_told(engine: Engine) -> None:
+    controller = engine.plain()
+    engine.device.hold("h2d")
+    loader = None
+    for node, layer in ((1, 1), (2, 2)):
+        anchor_host(controller).failures[layer] = RuntimeError(f"of node {node}")
+        load(controller, node, [node])
+        controller.start_loading()
+        loader = plugin._started_loader(controller)
+        assert loader is not None
+        engine.device.resume("h2d")
+    assert loader is not None
+    loader.drain()
+    for _ in range(3):
+        with pytest.raises(LoadFailedError) as failure:
+            controller.start_loading()
+        assert failure.value.node_ids == (1,)
+    assert len(traceback.extract_tb(failure.value.__traceback__)) < 10, "it does not grow"
+
+
+@pytest.mark.usefixtures("raising")
 def test_a_reset_forgets_it_with_the_prefixes(make: Callable[[], Any]) -> None:
     controller = make()
     failed(controller)
     controller.reset()
+    assert tree_of(controller).is_load_back_event_done(controller.layer_done_counter.producer_index)
     device = load(controller, 1, [0, 1])
     controller.start_loading()
     controller.ack_load_queue[0].finish_event.synchronize()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +12,9 @@ import pytest
 import torch
 
 from hicache_sched.integrations.sglang import plugin
-from tests.integrations.sglang.engine import NUM_LAYERS, WAIT, Engine, anchor_host, has_loaded, load, tree_of
+from tests.integrations.sglang.engine import NUM_LAYERS, WAIT, WIDTH, Engine, anchor_host, has_loaded, load, tree_of
 from tests.scheduler.crowd import eventually, in_thread
+from tests.scheduler.interrupt import InterruptAfterCall
 
 WORKER = "hicache-sched-worker"
 
@@ -245,6 +248,117 @@ def test_reset_waits_for_what_was_handed_out_and_no_ack_comes_back(
     finish(controller)
     assert [ack.node_ids for ack in controller.ack_load_queue] == [[3]]
     assert has_loaded(controller, device, [4, 5])
+
+
+def test_a_reset_forgets_a_hand_out_that_was_interrupted(async_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = async_engine.plain()
+    device = load(controller, 1, [0])
+    controller.start_loading()
+    finish(controller)
+    load(controller, 3, [6])
+    loader = plugin._started_loader(controller)
+    assert loader is not None
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loader.scheduler, "start_loading_sync", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            controller.start_loading()
+    controller.reset()
+    controller.mem_pool_device.layers[0].zero_()
+    device = load(controller, 4, [9])
+    controller.start_loading()
+    finish(controller)
+    assert [ack.node_ids for ack in controller.ack_load_queue] == [[4]]
+    assert controller.ack_load_queue[0].num_tokens == 1
+    assert torch.equal(controller.mem_pool_device.layers[0][device], anchor_host(controller).layers[0][[9]])
+    assert controller.mem_pool_device.layers[0].count_nonzero() == WIDTH, "and nothing else"
+
+
+@pytest.mark.parametrize("function", ["start_loading", "_hand_out", "_publish", "load", "start_loading_sync"])
+def test_ctrl_c_in_a_hand_out_loses_nothing_and_repeats_nothing(async_engine: Engine, function: str) -> None:
+    controller = async_engine.plain()
+    load(controller, 0, [0])
+    controller.start_loading()
+    finish(controller)
+    for call in itertools.count():
+        controller.ack_load_queue.clear()
+        device = torch.cat([load(controller, node, [4 * node, 4 * node + 1]) for node in (1, 2)])
+        tokens, nodes = [4, 5, 8, 9], [1, 2]
+        interrupt = InterruptAfterCall(function, call)
+        sys.setprofile(interrupt)
+        try:
+            controller.start_loading()
+        except KeyboardInterrupt:
+            sys.setprofile(None)
+            device = torch.cat([device, load(controller, 3, [12])])  # the engine goes on in between
+            tokens, nodes = [*tokens, 12], [*nodes, 3]
+            while controller.load_queue:
+                controller.start_loading()
+        finally:
+            sys.setprofile(None)
+        finish(controller)
+        assert has_loaded(controller, device, tokens)
+        assert [node for ack in controller.ack_load_queue for node in ack.node_ids] == nodes
+        assert sum(ack.num_tokens for ack in controller.ack_load_queue) == len(tokens)
+        if not interrupt.done:
+            break
+        controller.mem_pool_device_allocator._next = 0
+        for layer in controller.mem_pool_device.layers:
+            layer.zero_()
+    assert call > 0, "it was interrupted at all"
+
+
+def test_a_wait_is_for_the_stream_that_is_given(async_engine: Engine) -> None:
+    controller = async_engine.plain()
+    device, read = load(controller, 1, [5, 6]), []
+    stream, current = async_engine.device.Stream(), async_engine.device.Stream()
+    async_engine.device.hold("h2d")
+    slot = controller.start_loading()
+    finish_event = controller.ack_load_queue[0].finish_event
+    with async_engine.device.stream(current):  # on which a wait does not block
+        for event in (controller.layer_done_counter.events[slot].load_events[NUM_LAYERS - 1], finish_event):
+            stream.wait_event(event)
+            with async_engine.device.stream(stream):
+                async_engine.device.launch(
+                    lambda: read.append(controller.mem_pool_device.layers[NUM_LAYERS - 1][device].clone())
+                )
+    async_engine.device.resume("h2d")
+    stream.synchronize()
+    wanted = anchor_host(controller).layers[NUM_LAYERS - 1][[5, 6]]
+    assert [torch.equal(got, wanted) for got in read] == [True, True]
+
+
+def test_nothing_is_kept_of_bursts_whose_acks_were_popped(async_engine: Engine) -> None:
+    controller = async_engine.plain()
+    for node in range(20):
+        load(controller, node, [node])
+        controller.start_loading()
+        finish(controller)
+        controller.ack_load_queue.clear()
+    loader = plugin._started_loader(controller)
+    assert loader is not None
+    assert loader.scheduler.stats().acks_unpopped == 0
+    assert len(loader._outstanding) == 1, "the last, until the next hand-out"
+
+
+def test_an_ack_that_has_not_landed_has_no_sizes_and_no_duration(async_engine: Engine) -> None:
+    controller = async_engine.plain()
+    async_engine.device.hold("h2d")
+    load(controller, 1, [0, 1])
+    slot = controller.start_loading()
+    (ack,) = controller.ack_load_queue
+    assert (ack.num_tokens, ack.num_bytes, ack.timing_enabled) == (0, 0, False)
+    with pytest.raises(RuntimeError, match="has not landed"):
+        ack.start_event.elapsed_time(ack.finish_event)
+    last = controller.layer_done_counter.events[slot].finish_event
+    waiting = in_thread(last.synchronize)
+    assert not waiting.done()
+    async_engine.device.resume("h2d")
+    waiting.result(WAIT)
+    assert last.query()
 
 
 # -- hybrid -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hicache_sched.integrations.sglang import plugin, surface
@@ -141,6 +143,59 @@ def test_a_hook_that_was_not_applied_leaves_the_controller_inline(
         "HiCache async load enqueue: downgraded to inline (HybridCacheController): "
         f"SGLang has not applied the hooks on {hook.target}"
     )
+
+
+def test_other_plug_ins_wrappers_may_close_over_anything(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GATE, "1")
+    numbers = np.arange(3)
+    with patched():
+        owner = surface._find(surface.CONTROLLER)
+        ours = owner.start_loading
+
+        @functools.wraps(ours)
+        def theirs(self: Any) -> Any:
+            return ours(self) if numbers.any() else never  # a cell that is empty
+
+        if not numbers.any():
+            never = 1
+        monkeypatch.setattr(owner, "start_loading", theirs)
+        controller = engine.plain()
+        load(controller, 1, [0, 1])
+        assert controller.start_loading() == 0
+        assert plugin._started_loader(controller) is not None
+        monkeypatch.undo()
+
+
+def test_where_another_plug_in_replaces_what_is_hooked_the_controller_is_inline(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, logs: list[Any]
+) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    monkeypatch.setenv(GATE, "1")
+    with patched(
+        lambda: HookRegistry.register(f"{surface.CONTROLLER}.start_loading", lambda self: 7, HookType.REPLACE)
+    ):
+        controller = engine.plain()
+        load(controller, 1, [0, 1])
+        assert controller.start_loading() == 7
+        assert plugin._started_loader(controller) is None
+    assert "another plug-in replaces" in logs[-1]["event"]
+
+
+def test_a_counter_whose_class_was_replaced_is_left_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GATE, "1")
+
+    class Counter(surface._find(surface.COUNTER)):  # type: ignore[misc]
+        def update_producer(self) -> int:
+            self.producer_index += 1
+            return int(self.producer_index)
+
+    with patched():
+        monkeypatch.setattr("sglang.srt.managers.cache_controller.LayerDoneCounter", Counter)
+        controller = engine.plain()
+        load(controller, 1, [0, 1])
+        assert controller.start_loading() == 0
+        assert plugin._started_loader(controller) is None
 
 
 def test_a_counter_that_is_not_sglangs_own_is_left_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
