@@ -25,11 +25,10 @@ PAGE, SIZE, LAYERS = 4, 64, 3
 COMMON = {"size": SIZE, "page_size": PAGE, "dtype": torch.float32, "device": "cpu", "enable_memory_saver": False}
 
 
-def mha_pools(layout: str, layers: int = LAYERS) -> tuple[Any, Any]:
-    """SGLang's (host pool, device pool) of keys and values."""
-    device = MHATokenToKVPool(head_num=2, head_dim=3, layer_num=layers, **COMMON)
+def host_of(kind: Any, device: Any, layout: str, layers: int, **more: Any) -> Any:
+    """A host pool of SGLang's for a device pool."""
     (info,) = device.get_device_pool_infos()
-    host = MHATokenToKVPoolHost(
+    return kind(
         info.buffer_info,
         2.0,
         0,
@@ -39,27 +38,20 @@ def mha_pools(layout: str, layers: int = LAYERS) -> tuple[Any, Any]:
         device_capacity_tokens=SIZE,
         start_layer=0,
         end_layer=layers - 1,
+        **more,
     )
-    return host, device
+
+
+def mha_pools(layout: str, layers: int = LAYERS) -> tuple[Any, Any]:
+    """SGLang's (host pool, device pool) of keys and values."""
+    device = MHATokenToKVPool(head_num=2, head_dim=3, layer_num=layers, **COMMON)
+    return host_of(MHATokenToKVPoolHost, device, layout, layers), device
 
 
 def mla_pools(layout: str, layers: int = LAYERS) -> tuple[Any, Any]:
     """SGLang's (host pool, device pool) of latents."""
     device = MLATokenToKVPool(kv_lora_rank=8, qk_rope_head_dim=2, layer_num=layers, **COMMON)
-    (info,) = device.get_device_pool_infos()
-    host = MLATokenToKVPoolHost(
-        info.buffer_info,
-        2.0,
-        0,
-        PAGE,
-        layout,
-        pin_memory=False,
-        device_capacity_tokens=SIZE,
-        start_layer=0,
-        end_layer=layers - 1,
-        target_layer_num=layers,
-    )
-    return host, device
+    return host_of(MLATokenToKVPoolHost, device, layout, layers, target_layer_num=layers), device
 
 
 KINDS: dict[str, Callable[..., tuple[Any, Any]]] = {"mha": mha_pools, "mla": mla_pools}
