@@ -974,14 +974,18 @@ void a_lost_device_fails_every_call_and_bursts_still_end() {
   }
 }
 
-void a_layer_that_does_not_land_fails_its_burst_which_ends_once_it_is_over() {
+void a_layer_that_does_not_land_fails_its_burst_which_ends_once_it_is_over(bool is_submitted_before) {
   for (int n = 1; n <= 4; ++n) {
     World world;
     const BurstPtr burst = world.a_burst(), next = world.a_burst();
     world.device->fail(Caller::kObserver, n, a_failure(n));
-    Threads threads(world);
     world.hand_over(burst);
     world.hand_over(next);
+    if (is_submitted_before) {  // else it may be given up before its next layer is submitted
+      world.plane->stop();
+      Threads(world, false).join();
+    }
+    Threads threads(world);
     threads.stop();
     CHECK(threads.reports.size() == 3 && threads.reports[0].burst == burst);
     CHECK(threads.reports[0].why == Plane::Stop::kFailed);
@@ -2016,7 +2020,8 @@ int main() {
   a_burst_whose_nth_call_fails_comes_out_with_what_it_failed_with_and_the_next_is_served();
   a_burst_for_which_no_room_can_be_made_goes_no_further();
   a_lost_device_fails_every_call_and_bursts_still_end();
-  a_layer_that_does_not_land_fails_its_burst_which_ends_once_it_is_over();
+  a_layer_that_does_not_land_fails_its_burst_which_ends_once_it_is_over(false);
+  a_layer_that_does_not_land_fails_its_burst_which_ends_once_it_is_over(true);
   a_finish_event_that_is_not_reached_is_told_with_the_end();
   where_no_finish_was_recorded_nobody_waits_for_it();
   reports_wait_for_whoever_pops_them_and_nobody_waits_for_him();

@@ -76,6 +76,20 @@ def test_the_hand_out_returns_while_the_job_submits(async_engine: Engine, make_c
     assert here == ["record"], "the start event, and nothing else"
 
 
+def test_the_device_is_bound_once_and_by_no_thread_of_the_engines(
+    async_engine: Engine, make_controller: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: list[str] = []
+    monkeypatch.setattr(async_engine.device, "set_device", lambda device: bound.append(threading.current_thread().name))
+    controller = make_controller()
+    for node in range(4):
+        load(controller, node, [node])
+        controller.start_loading()
+        finish(controller)
+    assert bound.count(WORKER) == 1
+    assert threading.current_thread().name not in bound
+
+
 def test_the_fence_is_taken_at_the_hand_out_and_waited_for_behind_the_index_move(
     async_engine: Engine, make_controller: Callable[..., Any]
 ) -> None:

@@ -8,15 +8,20 @@ from typing import Any
 import pytest
 
 from hicache_sched.integrations.sglang import plugin
-from tests.integrations.sglang.engine import Engine, has_loaded, load
+from tests.integrations.sglang.engine import NUM_LAYERS, Engine, has_loaded, load
 
 LINE = "HiCache async load enqueue: disabled"
 
 
 def loading_calls(engine: Engine, controller: Any) -> list[str]:
+    """Every call, with the slot's event that it is about, and the stream that it is on unless that is the caller's."""
+    events = controller.layer_done_counter.events[0]
     names = {id(controller.l2_transfer_engine.host_to_device_stream): "h2d", id(controller.load_fence_stream): "fence"}
+    names |= {id(event): f"layer {layer}" for layer, event in enumerate(events.load_events)}
+    names[id(events.start_event)] = "start"
     return [
-        f"{call} {names.get(id(stream), names.get(id(what), ''))}".strip() for call, what, stream, _ in engine.calls
+        " ".join(filter(None, (call, names.get(id(what), "an event"), names.get(id(stream)))))
+        for call, what, stream, _ in engine.calls
     ]
 
 
@@ -63,7 +68,17 @@ def test_a_burst_is_submitted_on_the_callers_thread(engine: Engine, has_fence: b
     assert threading.enumerate() == threads
     assert {thread for *_, thread in engine.calls} == {threading.current_thread().name}
     assert plugin._started_loader(controller) is None
-    assert ("wait_stream" in " ".join(loading_calls(engine, controller))) == has_fence
+    assert loading_calls(engine, controller) == [
+        "record start",
+        *(["wait_stream fence h2d"] if has_fence else []),
+        "enter h2d h2d",
+        "wait start h2d",
+        "record an event h2d",
+        *(f"record layer {layer} h2d" for layer in range(NUM_LAYERS)),
+        "record an event h2d",
+        "leave h2d h2d",
+        "synchronize an event",
+    ]
 
 
 def test_an_empty_queue_gives_minus_one(engine: Engine) -> None:
