@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hicache_sched.bench.copy import CopyBench
+from hicache_sched.bench.handout import HandoutBench
 from hicache_sched.bench.interference import InterferenceBench
 from hicache_sched.bench.report import Report
 from hicache_sched.bench.workload import ROW_UNIT
@@ -39,6 +40,24 @@ def bench_copy(
     _check_row_bytes(row_bytes)
     bench = CopyBench(_resolve(device), pages, layers, row_bytes, rounds, seed)
     _run("copy", bench.num_rounds, bench.run, json)
+
+
+@app.command("handout")
+def bench_handout(
+    json: Json = None,
+    device: Device = "auto",
+    seed: Seed = 0,
+    rounds: Rounds = 3,
+    pages: Annotated[int, typer.Option(min=1, help="Pages of a burst in each of two pools.")] = 1024,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the pools.")] = 78,
+    row_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a page in one layer of K, and of V.")] = 256,
+    growth: Annotated[bool, typer.Option(help="Measure hand-outs of other sizes, and behind others, as well.")] = True,
+    hand_outs: Annotated[int, typer.Option(min=1, help="Async hand-outs for each figure.")] = 200,
+) -> None:
+    """How long a hand-out blocks the engine scheduler: inline with one copy per page, inline batched, and async."""
+    _check_row_bytes(row_bytes)
+    bench = HandoutBench(_resolve(device), layers, pages, row_bytes, growth, hand_outs, rounds, seed)
+    _run("handout", bench.num_rounds, bench.run, json)
 
 
 @app.command("interference")

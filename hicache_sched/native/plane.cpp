@@ -69,7 +69,6 @@ BurstPtr Plane::first(const std::deque<BurstPtr>& queue) const {
 // -- submitting ------------------------------------------------------------------------------------------------------
 
 Plane::Stop Plane::submit() {
-  ask_for_short_slices();
   while (true) {
     const bool stops = stopping_;  // asked before the queue is: what was handed over before the stop is served
     const BurstPtr burst = first(to_submit_);

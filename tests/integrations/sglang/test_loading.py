@@ -291,12 +291,39 @@ def test_a_reset_forgets_a_hand_out_that_was_interrupted(async_engine: Engine, m
     assert controller.mem_pool_device.layers[0].count_nonzero() == WIDTH, "and nothing else"
 
 
+def test_a_hand_out_that_was_interrupted_at_its_end_after_a_reset_is_found(
+    async_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = async_engine.plain()
+    load(controller, 1, [0])
+    controller.start_loading()
+    controller.reset()
+    loader = plugin._started_loader(controller)
+    assert loader is not None
+    hand_out = loader.scheduler.start_loading_sync
+
+    def interrupted() -> None:
+        hand_out()
+        raise KeyboardInterrupt
+
+    device = load(controller, 2, [7])
+    with monkeypatch.context() as patch:
+        patch.setattr(loader.scheduler, "start_loading_sync", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            controller.start_loading()
+    assert controller.start_loading() == 0, "slots rotate from 0 again"
+    finish(controller)
+    assert has_loaded(controller, device, [7])
+    assert [ack.node_ids for ack in controller.ack_load_queue] == [[2]]
+
+
 @pytest.mark.parametrize("function", ["start_loading", "_hand_out", "_publish", "load", "start_loading_sync"])
 def test_ctrl_c_in_a_hand_out_loses_nothing_and_repeats_nothing(async_engine: Engine, function: str) -> None:
     controller = async_engine.plain()
     load(controller, 0, [0])
     controller.start_loading()
     finish(controller)
+    num_bursts = 1
     for call in itertools.count():
         controller.ack_load_queue.clear()
         device = torch.cat([load(controller, node, [4 * node, 4 * node + 1]) for node in (1, 2)])
@@ -317,6 +344,9 @@ def test_ctrl_c_in_a_hand_out_loses_nothing_and_repeats_nothing(async_engine: En
         assert has_loaded(controller, device, tokens)
         assert [node for ack in controller.ack_load_queue for node in ack.node_ids] == nodes
         assert sum(ack.num_tokens for ack in controller.ack_load_queue) == len(tokens)
+        num_bursts += len(controller.ack_load_queue)
+        assert controller.layer_done_counter.producer_index == (num_bursts - 1) % 3
+        assert plugin._started_loader(controller).scheduler.stats().landed_bursts == num_bursts  # type: ignore[union-attr]
         if not interrupt.done:
             break
         controller.mem_pool_device_allocator._next = 0
