@@ -65,7 +65,8 @@ struct CudaFunctions {
 };
 
 // A call that the driver fails gives kDriver with its name and CUresult, and is not made again. The observing thread
-// calls `synchronize` and `is_reached` only, the submitting thread everything; the context of the streams has to be current on both.
+// calls `synchronize` and `is_reached` only, the submitting thread everything; the context of the streams has to be
+// current on both.
 class CudaPlaneDevice final : public PlaneDevice {
  public:
   // has_failure_index: which signature cuMemcpyBatchAsync has.

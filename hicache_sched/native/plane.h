@@ -4,8 +4,8 @@
 // bursts in the order of `hand_over` and makes every device call of theirs but the waits for landed layers, which
 // `observe` makes. `submit` comes out where it needs its owner, who sees to that and calls again; `observe` leaves
 // reports, in order, and goes on, so that it never waits for Python. A third thread sleeps in `next_report`; whoever
-// deals with a report pops it. What else there is is called on any thread and does not block. A burst is everybody's; see
-// progress.h for what of it may be asked when.
+// deals with a report pops it. What else there is is called on any thread and does not block. A burst is everybody's;
+// see progress.h for what of it may be asked when.
 #pragma once
 
 #include <atomic>
@@ -127,7 +127,7 @@ class Plane {
   Stop submit();       // blocks
   void observe();      // blocks
   Stop next_report();  // blocks; the same again until it is popped
-  Stop report();       // the same, or told to where there is none yet; of one who may deal with it, or else
+  Stop report();       // the same at once, kTold where there is none, for somebody who deals with it or else calls
   void leave_report();
   void pop_report(std::int64_t id);  // if that burst's is the first
   void stop();     // those that block come out once there is nothing to do

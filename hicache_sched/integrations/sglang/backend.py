@@ -47,7 +47,6 @@ class EngineBackend:
     """
 
     ops_per_layer = 1
-
     copy_method = "SGLang's transfer engine"
     pool_names: tuple[str, ...] = ("kv",)
 
