@@ -1,7 +1,7 @@
 // The native data plane: bursts from hand-out to landed, without Python.
 //
-// Threads: two of the owner's, which have no need of Python meanwhile, live in `submit` and in `observe`. `submit` takes
-// bursts in the order of `hand_over` and makes every device call of theirs but the waits for landed layers, which
+// Threads: two of the owner's, which have no need of Python meanwhile, live in `submit` and in `observe`. `submit`
+// takes bursts in the order of `hand_over` and makes every device call of theirs but the waits for landed layers, which
 // `observe` makes. `submit` comes out where it needs its owner, who sees to that and calls again; `observe` leaves
 // reports, in order, and goes on, so that it never waits for Python. A third thread sleeps in `next_report`; whoever
 // deals with a report pops it. What else there is is called on any thread and does not block. A burst is everybody's;
