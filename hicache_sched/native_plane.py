@@ -235,20 +235,11 @@ class NativeIndices:
 
     def _add(self, pool: int, host: torch.Tensor, device: torch.Tensor) -> bool:
         """False where they are not plainly in memory."""
-        if not (self._device.has_address(host) and self._device.has_address(device)):
+        src, dst = self._device.find(host), self._device.find(device)
+        if src is None or dst is None:
             return False
-        # Kept, as the memory is read later, whatever becomes of the tensors.
-        self._storages += (host.untyped_storage(), device.untyped_storage())
-        self.native.add(
-            pool,
-            host.data_ptr(),
-            host.stride(0),
-            not host.is_cpu,
-            device.data_ptr(),
-            device.stride(0),
-            self._device.holds(device),
-            host.shape[0],
-        )
+        self._storages += (src.storage, dst.storage)  # the memory is read later, whatever becomes of the tensors
+        self.native.add(pool, src.address, src.stride, src.on_device, dst.address, dst.stride, dst.held, host.shape[0])
         return True
 
 

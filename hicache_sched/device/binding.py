@@ -7,13 +7,31 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hicache_sched.device.cuda_thread import leave_global_capture_mode
 from hicache_sched.device.emulated import EmulatedDevice
 from hicache_sched.device.runtime import Event, Runtime, Stream
+
+
+class InMemory(NamedTuple):
+    """A one-dimensional tensor of int64, as it lies in memory.
+
+    Attributes:
+        address: of its first value.
+        stride: in values.
+        on_device: whether that is memory of the device.
+        held: as `DeviceBinding.holds` has it.
+        storage: keeps the memory, whatever becomes of the tensor.
+    """
+
+    address: int
+    stride: int
+    on_device: bool
+    held: bool
+    storage: torch.UntypedStorage
 
 
 class DeviceBinding:
@@ -32,6 +50,7 @@ class DeviceBinding:
         self.runtime: Runtime = runtime
         self.index: int = runtime.current_device()
         self.is_cuda = runtime is torch.cuda and torch.version.cuda is not None
+        self._has_all_tensors = not isinstance(runtime, ModuleType)
         # Runtimes without stream capture lack the question as well.
         self._is_capturing = getattr(runtime, "is_current_stream_capturing", None)
 
@@ -94,21 +113,26 @@ class DeviceBinding:
         Only a device module of torch can be told by the tensor: emulated device memory is CPU memory, so with any
         other runtime every tensor counts as the device's.
         """
-        return tensor.device.type != "cpu" or not isinstance(self.runtime, ModuleType)
+        return self._has_all_tensors or not tensor.is_cpu
 
-    def has_address(self, tensor: torch.Tensor) -> bool:
-        """Whether a native data plane can read `tensor`, one-dimensional and not empty, by its address: in CPU memory
-        as it is, in memory of this device in order of a stream. A tensor of a class of its own may be anything."""
+    def find(self, tensor: torch.Tensor) -> InMemory | None:
+        """Where a native data plane can read `tensor`, one-dimensional int64 and not empty, by its address: in CPU
+        memory as it is, in memory of this device in order of a stream. None for a tensor that is not plainly there; one
+        of a class of its own may be anything."""
         if type(tensor) is not torch.Tensor or tensor.is_neg():
-            return False
+            return None
         try:
-            last = tensor.storage_offset() + (len(tensor) - 1) * tensor.stride(0)
-            # Less where the memory was given back, or there never was any.
-            if not tensor.data_ptr() or tensor.untyped_storage().nbytes() < (last + 1) * tensor.element_size():
-                return False
+            storage, address, stride = tensor.untyped_storage(), tensor.data_ptr(), tensor.stride(0)
+            # Not within it where the memory was given back, or there never was any.
+            end = address + ((tensor.shape[0] - 1) * stride + 1) * 8
+            if not address or end > storage.data_ptr() + storage.nbytes():
+                return None
         except RuntimeError:  # a tensor inside one of torch's transforms
-            return False
-        return tensor.is_cpu or (self.is_cuda and tensor.is_cuda and tensor.device.index == self.index)
+            return None
+        in_cpu = tensor.is_cpu
+        if not in_cpu and not (self.is_cuda and tensor.is_cuda and tensor.device.index == self.index):
+            return None
+        return InMemory(address, stride, not in_cpu, self._has_all_tensors or not in_cpu, storage)
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Values of `tensors` in CPU memory, read in order of the current stream; blocks until they are there.
