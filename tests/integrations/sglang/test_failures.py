@@ -158,6 +158,23 @@ def test_served_on_its_ack_says_nothing_was_moved_and_the_next_burst_is_served(
 
 
 @pytest.mark.usefixtures("serving")
+def test_a_side_pool_that_fails_fails_its_burst(engine: Engine) -> None:
+    controller = engine.hybrid()
+    side = controller.mem_pool_host.entries[1].host_pool
+    side.failures[1] = ERROR
+    load(controller, 7, [8, 9], [20, 21])
+    controller.start_loading()
+    load(controller, 8, [0, 1], [22, 23])
+    controller.start_loading()
+    first, second = controller.ack_load_queue
+    for ack in (first, second):
+        ack.finish_event.synchronize()
+    assert (first.num_tokens_by_pool, first.num_bytes) == ({}, 0)
+    assert second.num_tokens_by_pool == {"kv": 2, "swa": 2}
+    assert engine.made[-1] == ("swa", 1, [22, 23])
+
+
+@pytest.mark.usefixtures("serving")
 def test_served_on_whoever_waits_for_its_layers_is_released(make: Callable[[], Any], engine: Engine) -> None:
     controller = make()
     engine.device.hold("h2d")
