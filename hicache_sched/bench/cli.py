@@ -15,6 +15,7 @@ from hicache_sched.bench.copy import CopyBench
 from hicache_sched.bench.handout import HandoutBench
 from hicache_sched.bench.interference import InterferenceBench
 from hicache_sched.bench.report import Report
+from hicache_sched.bench.wakeup import WakeupBench
 from hicache_sched.bench.workload import ROW_UNIT
 
 app = typer.Typer(no_args_is_help=True, help="Measure; every figure is a ratio of two sides measured in one run.")
@@ -74,6 +75,19 @@ def bench_interference(
     _check_row_bytes(row_bytes)
     bench = InterferenceBench(layers, pages, row_bytes, window, rounds, seed)
     _run("interference", bench.num_rounds, bench.run, json)
+
+
+@app.command("wakeup")
+def bench_wakeup(
+    json: Json = None,
+    seed: Seed = 0,
+    rounds: Rounds = 5,
+    bursts: Annotated[int, typer.Option(min=1, help="Bursts of four layers for each figure.")] = 25,
+    window: Annotated[float, typer.Option(min=0.01, help="Seconds for which CPU time is counted.")] = 0.5,
+) -> None:
+    """How soon a coroutine and a blocked thread go on when their layer has landed, and what waiting costs."""
+    bench = WakeupBench(bursts, window, rounds, seed)
+    _run("wakeup", bench.num_rounds, bench.run, json)
 
 
 class _Run(Protocol):
