@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hicache_sched.bench.copy import CopyBench
 from hicache_sched.bench.handout import HandoutBench
 from hicache_sched.bench.interference import InterferenceBench
+from hicache_sched.bench.overlap import OverlapBench
 from hicache_sched.bench.report import Report
 from hicache_sched.bench.wakeup import WakeupBench
 from hicache_sched.bench.workload import ROW_UNIT
@@ -75,6 +76,20 @@ def bench_interference(
     _check_row_bytes(row_bytes)
     bench = InterferenceBench(layers, pages, row_bytes, window, rounds, seed)
     _run("interference", bench.num_rounds, bench.run, json)
+
+
+@app.command("overlap")
+def bench_overlap(
+    json: Json = None,
+    seed: Seed = 0,
+    rounds: Rounds = 5,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 32,
+    copy_ms: Annotated[float, typer.Option(min=0.01, help="Time that a layer's copies take on the link.")] = 1.0,
+    enqueue_ms: Annotated[float, typer.Option(min=0, help="CPU time to submit a layer that is not planned.")] = 2.4,
+) -> None:
+    """A layer-wise forward while its layers are loaded: makespan against optimum, and the copy time that it hides."""
+    bench = OverlapBench(layers, copy_ms, enqueue_ms, rounds, seed)
+    _run("overlap", bench.num_rounds, bench.run, json)
 
 
 @app.command("wakeup")

@@ -1,0 +1,181 @@
+"""`bench overlap`: how much of the copies' time a layer-wise forward hides."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from hicache_sched import LoadHandle, LoadOp, SchedulerConfig, TransferScheduler
+from hicache_sched.bench.measure import Series, Side, measure
+from hicache_sched.bench.report import Report, Row
+from hicache_sched.bench.workload import make_op, make_pair
+from hicache_sched.copy import BurstBackend, PooledBackend
+from hicache_sched.device import EmulatedDevice
+from hicache_sched.pools import PoolPair
+
+RATIOS = (0.5, 1.0, 2.0)
+"""Compute time of a layer to its copy time."""
+BACK_TO_BACK = 4
+WAYS = {"inline": SchedulerConfig(mode="inline"), "async": SchedulerConfig()}
+
+
+@dataclass(frozen=True)
+class OverlapBench:
+    """What to measure.
+
+    Attributes:
+        layers: of the model.
+        copy_ms: what a layer's copies take on the link.
+        enqueue_ms: CPU time, with the GIL, to submit a layer, where that is not planned.
+        rounds: how often each side is measured.
+        seed: of the pages and of the order of the sides.
+    """
+
+    layers: int
+    copy_ms: float
+    enqueue_ms: float
+    rounds: int
+    seed: int
+
+    @property
+    def num_rounds(self) -> int:
+        """How often `on_round` will be called."""
+        return self.rounds + 1
+
+    def run(self, on_round: Callable[[], None]) -> Report:
+        """
+        :param on_round: called now and then, for progress.
+        """
+        pair, op = make_pair(8, self.layers, 512, "page_first_direct"), make_op(8, self.seed)
+        layer_bytes = 8 * 512 * 2
+        sides: dict[str, Side] = {}
+        cases: dict[str, _Case] = {}
+        with ExitStack() as stack:
+            device = stack.enter_context(EmulatedDevice(h2d_bandwidth=layer_bytes / (self.copy_ms * 1e-3)))
+            for enqueue_ms in dict.fromkeys((0.0, self.enqueue_ms)):
+                for way, config in WAYS.items():
+                    backend = backend_of(pair, enqueue_ms)
+                    scheduler = stack.enter_context(TransferScheduler(backend, runtime=device, config=config))
+                    for compute in RATIOS:
+                        for bursts in (1, BACK_TO_BACK):
+                            case = _Case(way, compute, bursts, enqueue_ms)
+                            cases[case.name] = case
+                            compute_ms = compute * self.copy_ms
+                            sides[case.name] = partial(_forwards, device, scheduler, op, compute_ms, bursts)
+            rng = random.Random(self.seed)
+            measured = measure(sides, rounds=self.rounds, rng=rng, on_round=on_round)
+        rows = [row for name, case in cases.items() for row in self._rows(case, measured[name]["makespan"])]
+        return Report("overlap", asdict(self), NOTES, tuple(rows))
+
+    def _rows(self, case: _Case, makespan: Series) -> Iterator[Row]:
+        num_layers = case.bursts * self.layers
+        compute_ms, copies = case.compute * self.copy_ms, num_layers * self.copy_ms
+        optimum = Series((optimum_ms(num_layers, self.copy_ms, compute_ms, case.enqueue_ms),) * len(makespan.values))
+        both = {"makespan": makespan, "optimum": optimum}
+        target = "<= 1.05" if case.way == "async" else None
+        yield Row.ratio("makespan to its optimum", case.name, "ms", both, target)
+        if not case.enqueue_ms:  # else it is the submission that is not hidden
+            beyond = [each - num_layers * compute_ms for each in makespan.values]
+            hidden = Series(tuple(100 * (1 - each / copies) for each in beyond))
+            yield Row("copy time hidden", case.name, hidden, "%")
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One of the things that are measured.
+
+    Attributes:
+        compute: time of a layer to its copies' time.
+        bursts: back to back.
+        enqueue_ms: to submit a layer.
+    """
+
+    way: str
+    compute: float
+    bursts: int
+    enqueue_ms: float
+
+    @property
+    def name(self) -> str:
+        many = "one burst" if self.bursts == 1 else f"{self.bursts} bursts back to back"
+        submission = "planned" if not self.enqueue_ms else f"{self.enqueue_ms:g} ms to submit a layer"
+        return f"{self.way}, compute {self.compute:g} x copy, {many}, {submission}"
+
+
+def optimum_ms(num_layers: int, copy_ms: float, compute_ms: float, enqueue_ms: float) -> float:
+    """When the last of so many layers can be computed at the earliest: each after its copy, which is after its
+    submission, one of each at a time."""
+    enqueued = copied = computed = 0.0
+    for _ in range(num_layers):
+        enqueued += enqueue_ms
+        copied = max(copied, enqueued) + copy_ms
+        computed = max(computed, copied) + compute_ms
+    return computed
+
+
+def _forwards(
+    device: EmulatedDevice, scheduler: TransferScheduler, op: LoadOp, compute_ms: float, bursts: int
+) -> dict[str, float]:
+    """Milliseconds from the first hand-out until the last forward is through."""
+    compute = device.Stream()
+    handles: list[LoadHandle] = []
+    start = time.perf_counter()
+    for _ in range(bursts):
+        scheduler.load(op)
+        handle = scheduler.start_loading_sync()
+        assert handle is not None
+        handles.append(handle)
+        with device.stream(compute):
+            for layer in range(handle.num_layers):
+                handle.wait_layer(layer)
+                device.launch(_nothing, duration=compute_ms * 1e-3)
+    compute.synchronize()
+    makespan = (time.perf_counter() - start) * 1e3
+    handles[-1].result()
+    scheduler.pop_acks()
+    return {"makespan": makespan}
+
+
+def _nothing() -> None:
+    """What a layer of the model computes here."""
+
+
+def backend_of(pair: PoolPair, enqueue_ms: float) -> BurstBackend:
+    """The built-in backend, or one that takes its time to submit a layer."""
+    return SlowBackend(pair, enqueue_ms * 1e-3) if enqueue_ms else PooledBackend([pair])
+
+
+class SlowBackend:
+    """As the built-in backend, but that describing a layer's copies keeps a core, and the GIL, busy."""
+
+    def __init__(self, pair: PoolPair, enqueue: float) -> None:
+        self._pooled = PooledBackend([pair])
+        self.num_layers, self.pool_names = self._pooled.num_layers, self._pooled.pool_names
+        self._enqueue = enqueue
+
+    def bind(self, scheduler: Any) -> None:
+        self._pooled.bind(scheduler)
+
+    def prepare(self, ops: Sequence[LoadOp]) -> Any:
+        return self._pooled.prepare(ops)
+
+    def enqueue_layer(self, prepared: Any, layer: int) -> None:
+        until = time.thread_time() + self._enqueue
+        while time.thread_time() < until:
+            pass
+        self._pooled.enqueue_layer(prepared, layer)
+
+    def finish(self, prepared: Any) -> None:
+        self._pooled.finish(prepared)
+
+
+NOTES = (
+    "the device is emulated: copies and layers take the time that was asked for, and a layer computes nothing",
+    "optimum: each layer after its copy, and each copy after its submission, one of each at a time",
+    "copy time hidden: the part of the copies' time that the forwards do not take longer for",
+)
