@@ -105,6 +105,26 @@ def bench_wakeup(
     _run("wakeup", bench.num_rounds, bench.run, json)
 
 
+@app.command("all")
+def bench_all(
+    json: Annotated[Path | None, typer.Option("--json", help="Write a file for each into this folder.")] = None,
+    device: Device = "auto",
+    seed: Seed = 0,
+) -> None:
+    """All of them, one after the other, as they are where nothing is said."""
+    if json is not None:
+        json.mkdir(parents=True, exist_ok=True)
+
+    def file(name: str) -> Path | None:
+        return None if json is None else json / f"{name}.json"
+
+    bench_copy(json=file("copy"), device=device, seed=seed)
+    bench_handout(json=file("handout"), device=device, seed=seed)
+    bench_interference(json=file("interference"), seed=seed)
+    bench_overlap(json=file("overlap"), seed=seed)
+    bench_wakeup(json=file("wakeup"), seed=seed)
+
+
 class _Run(Protocol):
     def __call__(self, on_round: Callable[[], None]) -> Report: ...
 

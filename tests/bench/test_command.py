@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hicache_sched.bench import cli
 from hicache_sched.bench.copy import CopyBench
 from hicache_sched.bench.workload import make_op
 from hicache_sched.pools import Layout
@@ -102,3 +103,17 @@ def test_without_the_extra_it_says_what_to_install() -> None:
 
     assert ended.returncode == 1
     assert "pip install 'hicache-sched[bench]'" in ended.stderr
+
+
+def test_all_of_them_run_one_after_the_other_and_each_has_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[str, Path | None]] = []
+    monkeypatch.setattr(cli, "_run", lambda name, num_rounds, run, json: started.append((name, json)))
+
+    cli.bench_all(json=tmp_path / "results", device="emulated", seed=1)
+
+    commands = [command.name for command in cli.app.registered_commands if command.name != "all"]
+    assert sorted(name for name, _ in started) == sorted(str(name) for name in commands)
+    assert [json for _, json in started] == [tmp_path / "results" / f"{name}.json" for name, _ in started]
+    assert (tmp_path / "results").is_dir()
