@@ -264,7 +264,15 @@ void Plane::forget_landed() {
 
 bool Plane::has_room_for(std::size_t layers) {
   forget_landed();
-  return in_flight_.size() + layers <= max_layers_;
+  const auto has_room = [&] { return in_flight_.size() + layers <= max_layers_; };
+  const auto is_reached = [&](const auto& entry) {
+    // Its events are not recorded again meanwhile: this thread would do it.
+    return device_->is_reached(entry.first->events[entry.second + 1]);
+  };
+  while (!has_room() && !in_flight_.empty() && is_reached(in_flight_.front())) {  // the observer may rest
+    in_flight_.pop_front();
+  }
+  return has_room();
 }
 
 // It waits for half of what is in flight, so that the next layers need not wait each for one.

@@ -50,7 +50,7 @@ class PlaneDevice {
  public:
   virtual ~PlaneDevice() = default;
   virtual Status synchronize(Handle event, Caller caller) = 0;  // blocks until it has been reached
-  virtual bool is_reached(Handle event) = 0;  // the observer's; false also where that cannot be told
+  virtual bool is_reached(Handle event) = 0;  // false also where that cannot be told
   virtual Status wait_on_index_stream(Handle event) = 0;  // order that stream behind it
   virtual Status wait_on_h2d_stream(Handle event) = 0;
   virtual Status record(Handle event) = 0;  // on the h2d stream

@@ -59,8 +59,9 @@ SETTINGS = Settings(
 @pytest.fixture
 def quiet() -> Iterator[None]:
     """The demo configures structlog for its process; put that back."""
+    before = structlog.get_config()
     yield
-    structlog.reset_defaults()
+    structlog.configure(**before)
 
 
 # -- conversations --------------------------------------------------------------------------------------------------

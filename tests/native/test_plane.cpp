@@ -943,12 +943,14 @@ void a_burst_for_which_no_room_can_be_made_goes_no_further() {
   World world(2);
   const BurstPtr burst = world.a_burst();
   Texts wanted = world.calls_of(burst, kReads);
+  world.device->hold();
   world.device->fail(Caller::kSubmitter, 11, a_failure(8));
   world.hand_over(burst);
   std::thread([&] {
     const Plane::Stop stop = world.plane->submit();
     CHECK(stop.burst == burst && stop.why == Plane::Stop::kFailed && is_same(stop.status, a_failure(8)));
   }).join();
+  world.device->resume();
   wanted.resize(10);  // two layers
   wanted.push_back(World::synchronize(world.event(burst, 1)));
   CHECK_CALLS(world.device->texts(Caller::kSubmitter), wanted);
@@ -1400,12 +1402,15 @@ void what_has_landed_meanwhile_is_not_waited_for() {
   World world(4);
   const BurstPtr burst = world.new_burst();
   for (Int layer = 0; layer < 4; ++layer) {
+    world.device->reach(world.event(burst, static_cast<std::size_t>(layer) + 1), false);
     world.plane->add_layer(burst, layer == 0 ? 3 : layer - 1);  // the first is the last to land
   }
   burst->progress.advance(kLanded, 2);
   CHECK(world.plane->make_room().is_ok());
   CHECK(world.device->calls().empty());
   CHECK(world.plane->has_room_for(3) && !world.plane->has_room_for(4));
+  world.device->reach(world.event(burst, 3), true);  // the observer does not know of it
+  CHECK(world.plane->has_room_for(4) && !world.plane->has_room_for(5));
 }
 
 // -- who is told -----------------------------------------------------------------------------------------------------
