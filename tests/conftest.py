@@ -17,7 +17,7 @@ from tests.builders import MakeScheduler, Schedulers
 def plain_tracebacks() -> None:
     """Where rich is installed structlog draws every local variable, which takes seconds for each failure logged."""
     processors = structlog.get_config()["processors"]
-    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    renderer = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(processors=[*processors[:-1], renderer])
 
 
