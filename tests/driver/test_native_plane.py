@@ -439,12 +439,29 @@ def test_a_full_stream_is_waited_for_by_the_event_of_a_layer(driver: StandIn) ->
     burst = a_burst()
     knows(driver, burst)
     sut = Sut(driver, [burst.pair], max_layers=2)
+    driver.hold(STREAM)
     moved, events = sut.hand_over(burst.ops, on_device=False)
+
+    thread, returned = in_thread(sut.submit)
+    await_that(lambda: bool(driver.calls("cuEventSynchronize")))
+    assert moved.enqueued == 2
+    driver.release(STREAM)
+    thread.join(20)
+
+    assert (returned, moved.enqueued) == ([None], 3)
+    assert [call.args[0] for call in driver.calls("cuEventSynchronize")] == events.layers[:1]
+
+
+def test_what_has_landed_leaves_room_though_nobody_has_observed_it(driver: StandIn) -> None:
+    burst = a_burst()
+    knows(driver, burst)
+    sut = Sut(driver, [burst.pair], max_layers=2)
+    moved, _ = sut.hand_over(burst.ops, on_device=False)
 
     assert sut.submit() is None
 
-    assert moved.enqueued == 3
-    assert [call.args[0] for call in driver.calls("cuEventSynchronize")] == events.layers[:1]
+    assert (moved.enqueued, moved.landed) == (3, 0)
+    assert driver.calls("cuEventSynchronize") == []
 
 
 def test_its_threads_live_in_it_while_bursts_are_handed_over(driver: StandIn) -> None:
@@ -640,12 +657,15 @@ def test_a_wait_for_room_that_fails_raises_what_the_driver_says(driver: StandIn)
     burst = a_burst()
     knows(driver, burst)
     sut = Sut(driver, [burst.pair], max_layers=3)
-    assert sut.load(burst.ops) is None
+    driver.hold(STREAM)
+    sut.hand_over(burst.ops, on_device=False)
+    assert sut.submit() is None
     in_flight = NativeLayersInFlight(sut.python_plane(["kv"]))
     driver.fail_calls("cuEventSynchronize", status=GONE)
 
     with pytest.raises(CudaDriverError, match=f"^cuEventSynchronize failed with CUresult {GONE}$"):
         in_flight.make_room()
+    driver.release(STREAM)
 
 
 def test_memory_that_the_device_may_still_write_to_is_not_freed(driver: StandIn) -> None:
