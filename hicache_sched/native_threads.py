@@ -21,7 +21,25 @@ from hicache_sched.protocol import TransferProtocol
 from hicache_sched.submission import Submission
 
 
-class NativeDataPlane(DeviceThread):
+class _NativeThread(DeviceThread):
+    """A thread that lives in the native data plane, until that is told to stop."""
+
+    def __init__(
+        self,
+        thread_name: str,
+        device: DeviceBinding,
+        failures: FailureDesk,
+        on_end: Callable[[], None],
+        plane: NativePlane,
+    ) -> None:
+        super().__init__(thread_name, device, failures, on_end)
+        self._plane = plane
+
+    def stop(self) -> None:
+        self._plane.native.stop()
+
+
+class NativeDataPlane(_NativeThread):
     """The thread that submits."""
 
     name = "native"
@@ -35,9 +53,8 @@ class NativeDataPlane(DeviceThread):
         submission: Submission,
         plane: NativePlane,
     ) -> None:
-        super().__init__(thread_name, device, failures, on_end)
+        super().__init__(thread_name, device, failures, on_end, plane)
         self._submission = submission
-        self._plane = plane
 
     def hand_over(self, burst: Burst) -> None:
         """Queue a burst; on the caller's thread, never blocking."""
@@ -51,9 +68,6 @@ class NativeDataPlane(DeviceThread):
                 raise
         finally:
             self._plane.hand_over(burst)
-
-    def stop(self) -> None:
-        self._plane.native.stop()
 
     def join(self, deadline: float | None) -> None:
         super().join(deadline)
@@ -76,28 +90,14 @@ class NativeDataPlane(DeviceThread):
             del burst  # a parked thread keeps nothing alive
 
 
-class NativeLandings(DeviceThread):
+class NativeLandings(_NativeThread):
     """The thread that waits for landings."""
-
-    def __init__(
-        self,
-        thread_name: str,
-        device: DeviceBinding,
-        failures: FailureDesk,
-        on_end: Callable[[], None],
-        plane: NativePlane,
-    ) -> None:
-        super().__init__(thread_name, device, failures, on_end)
-        self._plane = plane
-
-    def stop(self) -> None:
-        self._plane.native.stop()
 
     def _live(self) -> None:
         self._plane.native.observe()
 
 
-class NativeLandingObserver(DeviceThread):
+class NativeLandingObserver(_NativeThread):
     """The thread that is told of landings and ends bursts, where nobody has looked before it has the GIL."""
 
     def __init__(
@@ -110,9 +110,8 @@ class NativeLandingObserver(DeviceThread):
         plane: NativePlane,
         burst_end: BurstEnd,
     ) -> None:
-        super().__init__(thread_name, device, failures, on_end)
+        super().__init__(thread_name, device, failures, on_end, plane)
         self._protocol = protocol
-        self._plane = plane
         self._report = plane.native.report  # which whoever looks asks first
         self._burst_end = burst_end
         self._lock = threading.Lock()
@@ -120,9 +119,6 @@ class NativeLandingObserver(DeviceThread):
 
     def hint(self) -> None:
         """It knows: bursts are handed over to the plane."""
-
-    def stop(self) -> None:
-        self._plane.native.stop()
 
     def abandon(self) -> None:
         """Stop following what is in flight, for the end of the process; must not block."""

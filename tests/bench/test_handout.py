@@ -10,6 +10,7 @@ import pytest
 from hicache_sched.bench import handout
 from hicache_sched.bench.handout import WAYS, HandoutBench, two_pools
 from hicache_sched.device import EmulatedDevice
+from tests.bench.reporting import report_of
 from tests.bench.test_command import run
 
 
@@ -28,15 +29,8 @@ def test_every_way_and_everything_that_grows_is_measured(monkeypatch: pytest.Mon
     for name, values in (("SMALL", 4), ("LAYERS", (2, 3)), ("PAGES", (4, 8))):
         monkeypatch.setattr(handout, name, values)
     bench = HandoutBench("emulated", layers=2, pages=4, row_bytes=64, growth=True, hand_outs=3, rounds=3, seed=0)
-    rounds = 0
+    report = report_of(bench)
 
-    def on_round() -> None:
-        nonlocal rounds
-        rounds += 1
-
-    report = bench.run(on_round)
-
-    assert rounds == bench.num_rounds
     assert [row.case for row in report.rows if row.what == "blocked in a hand-out, p50"] == list(WAYS)[1:]
     grown = ["2 layers x 4 pages", "3 layers x 4 pages", "2 layers x 8 pages", "1 in flight", "2 in flight"]
     for what in ("hand-out, p50", "hand-out, p99", "growth of p50"):

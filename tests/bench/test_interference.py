@@ -9,6 +9,7 @@ import pytest
 
 from hicache_sched.bench.interference import LOADS, WAYS, InterferenceBench
 from hicache_sched.bench.workload import make_op, make_pair
+from tests.bench.reporting import report_of
 from tests.bench.test_command import run
 
 
@@ -32,15 +33,8 @@ def test_each_way_loads_every_byte_of_every_burst(name: str) -> None:
 
 def test_every_way_is_measured_under_every_load() -> None:
     bench = InterferenceBench(layers=2, pages=4, row_bytes=512, window=0.01, rounds=3, seed=0)
-    rounds = 0
+    report = report_of(bench)
 
-    def on_round() -> None:
-        nonlocal rounds
-        rounds += 1
-
-    report = bench.run(on_round)
-
-    assert rounds == bench.num_rounds
     cases = [row.case for row in report.rows if row.what == "burst latency"]
     assert cases == [f"{way}, {load}" for way in WAYS for load in LOADS]
     for row in report.rows:

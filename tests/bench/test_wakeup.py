@@ -6,20 +6,14 @@ import json
 from pathlib import Path
 
 from hicache_sched.bench.wakeup import PLANES, WAITERS, WakeupBench
+from tests.bench.reporting import report_of
 from tests.bench.test_command import run
 
 
 def test_every_waiter_of_every_plane_is_measured_and_none_goes_on_before_its_layer_has_landed() -> None:
     bench = WakeupBench(bursts=2, window=0.01, rounds=3, seed=0)
-    rounds = 0
+    report = report_of(bench)
 
-    def on_round() -> None:
-        nonlocal rounds
-        rounds += 1
-
-    report = bench.run(on_round)
-
-    assert rounds == bench.num_rounds
     waits = [(row.what, row.case) for row in report.rows if row.what != "CPU time"]
     assert waits == [
         (f"landed to resumed, {point}", f"{waiter}, {plane} plane")
