@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hicache_sched import LoadHandle, LoadOp, PoolTransfer, SchedulerConfig, TransferScheduler, native
+from hicache_sched import LoadOp, PoolTransfer, SchedulerConfig, TransferScheduler, native
 from hicache_sched.bench.measure import Series, Side, measure
 from hicache_sched.bench.report import Report, Row
-from hicache_sched.bench.workload import PAGE_SIZE, make_op, make_pair
+from hicache_sched.bench.workload import PAGE_SIZE, hand_out, make_op, make_pair
 from hicache_sched.copy import BurstBackend, PooledBackend
 from hicache_sched.device import EmulatedDevice
 from hicache_sched.pools import PoolPair
@@ -120,9 +120,9 @@ def _blocked(scheduler: TransferScheduler, op: LoadOp, hand_outs: int, in_flight
     for _ in range(hand_outs):
         if in_flight and device is not None:
             device.hold("h2d")
-        before = [_hand_out(scheduler, op) for _ in range(in_flight)]
+        before = [hand_out(scheduler, op) for _ in range(in_flight)]
         start = time.perf_counter()
-        handle = _hand_out(scheduler, op)
+        handle = hand_out(scheduler, op)
         blocked.append((time.perf_counter() - start) * 1e6)
         if in_flight and device is not None:
             device.resume("h2d")
@@ -131,13 +131,6 @@ def _blocked(scheduler: TransferScheduler, op: LoadOp, hand_outs: int, in_flight
         scheduler.pop_acks()
     p50, p99 = np.percentile(blocked, [50, 99])
     return {"p50": float(p50), "p99": float(p99)}
-
-
-def _hand_out(scheduler: TransferScheduler, op: LoadOp) -> LoadHandle:
-    scheduler.load(op)
-    handle = scheduler.start_loading_sync()
-    assert handle is not None
-    return handle
 
 
 # -- what is loaded -------------------------------------------------------------------------------------------------

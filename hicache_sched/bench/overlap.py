@@ -13,7 +13,7 @@ from typing import Any
 from hicache_sched import LoadHandle, LoadOp, SchedulerConfig, TransferScheduler
 from hicache_sched.bench.measure import Series, Side, measure
 from hicache_sched.bench.report import Report, Row
-from hicache_sched.bench.workload import make_op, make_pair
+from hicache_sched.bench.workload import hand_out, make_op, make_pair
 from hicache_sched.copy import BurstBackend, PooledBackend
 from hicache_sched.device import EmulatedDevice
 from hicache_sched.pools import PoolPair
@@ -126,9 +126,7 @@ def _forwards(
     handles: list[LoadHandle] = []
     start = time.perf_counter()
     for _ in range(bursts):
-        scheduler.load(op)
-        handle = scheduler.start_loading_sync()
-        assert handle is not None
+        handle = hand_out(scheduler, op)
         handles.append(handle)
         with device.stream(compute):
             for layer in range(handle.num_layers):

@@ -18,6 +18,7 @@ import torch
 from hicache_sched import LoadHandle, LoadOp, SchedulerConfig, TransferScheduler, native
 from hicache_sched.bench.measure import Series, Side, measure
 from hicache_sched.bench.report import Report, Row
+from hicache_sched.bench.workload import hand_out
 from hicache_sched.device import EmulatedDevice
 
 NUM_LAYERS = 4
@@ -112,9 +113,7 @@ class Point:
     def hand_out(self) -> LoadHandle:
         """A burst that is held, and enqueued."""
         self.device.hold("h2d")
-        self.scheduler.load(LoadOp(1, _ONE, _ONE))
-        handle = self.scheduler.start_loading_sync()
-        assert handle is not None
+        handle = hand_out(self.scheduler, LoadOp(1, _ONE, _ONE))
         while not handle.layer_enqueued(NUM_LAYERS - 1):
             time.sleep(0.0001)
         return handle

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hicache_sched.load_op import LoadOp
+from hicache_sched import LoadHandle, LoadOp, TransferScheduler
 from hicache_sched.pools import Layout, Pool, PoolPair
 
 PAGE_SIZE = 16
@@ -47,3 +47,11 @@ def make_op(pages: int, seed: int) -> LoadOp:
         for _ in ("host", "device")
     ]
     return LoadOp(1, torch.from_numpy(tokens[0]), torch.from_numpy(tokens[1]))
+
+
+def hand_out(scheduler: TransferScheduler, op: LoadOp) -> LoadHandle:
+    """Hand one op out as a burst."""
+    scheduler.load(op)
+    handle = scheduler.start_loading_sync()
+    assert handle is not None
+    return handle

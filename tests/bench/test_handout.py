@@ -9,6 +9,7 @@ import pytest
 
 from hicache_sched.bench import handout
 from hicache_sched.bench.handout import WAYS, HandoutBench, two_pools
+from hicache_sched.bench.workload import hand_out
 from hicache_sched.device import EmulatedDevice
 from tests.bench.reporting import report_of
 from tests.bench.test_command import run
@@ -18,7 +19,7 @@ from tests.bench.test_command import run
 def test_each_way_loads_every_byte_of_both_pools(name: str) -> None:
     load = two_pools(pages=4, layers=3, row_bytes=64, seed=0)
     with EmulatedDevice() as device, WAYS[name].scheduler(device, load.pairs) as scheduler:
-        handout._hand_out(scheduler, load.op).result(20)
+        hand_out(scheduler, load.op).result(20)
     for pair, tokens in zip(load.pairs, load.op.all_device_indices, strict=True):
         for plane in pair.device.planes:
             assert (plane[:, tokens] == 1).all()
