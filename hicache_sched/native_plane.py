@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,6 +68,9 @@ class NativePlane:
         self._h2d_stream = h2d_stream
         self._driver = driver
         self._bursts: dict[int, Burst] = {}
+        self._pool_numbers: dict[str, int] | None = None
+        if isinstance(backend, PooledBackend):
+            self._pool_numbers = {name: number for number, name in enumerate(backend.pool_names)}
 
     def new_progress(self) -> Any:
         """The native half of a burst."""
@@ -74,9 +78,7 @@ class NativePlane:
 
     def new_indices(self) -> NativeIndices | None:
         """What it reads the indices of a burst from; None where it plans none."""
-        if not isinstance(self._backend, PooledBackend):
-            return None
-        return NativeIndices(self._device, self._backend.pool_names)
+        return None if self._pool_numbers is None else NativeIndices(self._device, self._pool_numbers)
 
     def hand_over(self, burst: Burst) -> None:
         """Queue a burst, which has its events if it has not failed; on the caller's thread, never blocking."""
@@ -211,13 +213,16 @@ class NativeIndices:
 
     __slots__ = ("_device", "_num_ops", "_numbers", "_storages", "is_complete", "native")
 
-    def __init__(self, device: DeviceBinding, pool_names: tuple[str, ...]) -> None:
+    def __init__(self, device: DeviceBinding, pool_numbers: Mapping[str, int]) -> None:
+        """
+        :param pool_numbers: of the pools, in the order of the backend's names.
+        """
         self.native = native.module.Indices()
         self.is_complete = True
         self._num_ops = 0
         self._storages: list[torch.UntypedStorage] = []
         self._device = device
-        self._numbers = {name: number for number, name in enumerate(pool_names)}
+        self._numbers = pool_numbers
 
     def add(self, op: LoadOp) -> None:
         # Not complete meanwhile: Ctrl-C may end this in the middle.

@@ -193,6 +193,8 @@ class TransferProtocol:
 
     def take_unlaunched(self) -> Burst | None:
         """The burst that a hand-out claimed but was interrupted before it launched it; None while one may yet."""
+        if self._unlaunched is None:  # nearly always; a hand-out that is claiming one sees to it itself
+            return None
         with self._lock:
             if self._current_turn is not None:
                 return None

@@ -34,8 +34,10 @@ def test_every_way_and_everything_that_grows_is_measured(monkeypatch: pytest.Mon
 
     assert [row.case for row in report.rows if row.what == "blocked in a hand-out, p50"] == list(WAYS)[1:]
     grown = ["2 layers x 4 pages", "3 layers x 4 pages", "2 layers x 8 pages", "1 in flight", "2 in flight"]
-    for what in ("hand-out, p50", "hand-out, p99", "growth of p50"):
+    for what in ("load() before it, p50", "hand-out, p50", "hand-out, p99"):
         assert [row.case for row in report.rows if row.what == what] == grown
+    after_a_pause = [f"{name}, {handout.PAUSED}" for name in grown[:3]]
+    assert {row.case for row in report.rows if row.what == "growth of p50"} == {*grown, *after_a_pause}
     assert all(value > 0 for row in report.rows for value in row.result.values)
     smallest = next(row for row in report.rows if row.what == "growth of p50")
     assert set(smallest.result.values) == {1.0}
