@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import queue
 import random
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from hicache_sched import LoadHandle, LoadOp, SchedulerConfig, TransferScheduler, native
+from hicache_sched import LoadOp, SchedulerConfig, native
+from hicache_sched.bench import ways
 from hicache_sched.bench.measure import Series, Side, measure
+from hicache_sched.bench.plain_loader import plain_loader
 from hicache_sched.bench.report import Report, Row
+from hicache_sched.bench.ways import Burst
 from hicache_sched.bench.workload import make_op, make_pair
 from hicache_sched.copy import PooledBackend
 from hicache_sched.copy.layers import AddressBuffers, LayerBatches
@@ -32,19 +31,6 @@ from hicache_sched.pools import PoolPair
 
 Work = Callable[[], object]
 """One step of the engine scheduler, a fraction of a millisecond long."""
-
-
-class Burst(Protocol):
-    """A burst on its way, as the engine scheduler looks at it between two steps."""
-
-    def has_first_layer(self) -> bool:
-        """Whether its first layer has landed."""
-
-    def has_landed(self) -> bool:
-        """Whether all of it has."""
-
-    def wait(self, layer: int) -> None:
-        """Block until a layer has landed."""
 
 
 Way = Callable[[], Burst]
@@ -97,9 +83,9 @@ class InterferenceBench:
             until = start + self.window
             while start < until:
                 burst = way()
-                burst.wait(0)
+                burst.wait_layer(0)
                 firsts.append(time.perf_counter() - start)
-                burst.wait(self.layers - 1)
+                burst.wait_layer(self.layers - 1)
                 now = time.perf_counter()
                 latencies.append(now - start)
                 start = now
@@ -136,8 +122,8 @@ class InterferenceBench:
                 steps += 1
                 now = time.perf_counter()
                 longest, last = max(longest, now - last), now
-                has_landed = burst.has_landed()
-                if sees_first and (has_landed or burst.has_first_layer()):
+                has_landed = burst.done()
+                if sees_first and (has_landed or burst.layer_landed(0)):
                     sees_first = False
                     firsts.append(now - start)
                 if has_landed:
@@ -194,103 +180,13 @@ LOADS: dict[str, Work] = {"pure Python": _python_step, "Python and torch": _mixe
 # -- ways to load ---------------------------------------------------------------------------------------------------
 
 
-class _HandleBurst:
-    """A burst of a `TransferScheduler`."""
+def _burst_by_burst(way: ways.Way) -> Callable[[PoolPair, LoadOp], AbstractContextManager[Way]]:
+    @contextmanager
+    def made(pair: PoolPair, op: LoadOp) -> Iterator[Way]:
+        with EmulatedDevice() as device, way(device, PooledBackend([pair])) as hand_out:
+            yield lambda: hand_out([op])
 
-    def __init__(self, handle: LoadHandle) -> None:
-        self._handle = handle
-
-    def has_first_layer(self) -> bool:
-        return self._handle.layer_landed(0)
-
-    def has_landed(self) -> bool:
-        return self._handle.done()
-
-    def wait(self, layer: int) -> None:
-        self._handle.wait_layer(layer)
-
-
-@contextmanager
-def _scheduled(pair: PoolPair, op: LoadOp, config: SchedulerConfig) -> Iterator[Way]:
-    with (
-        EmulatedDevice() as device,
-        TransferScheduler(PooledBackend([pair]), runtime=device, config=config) as scheduler,
-    ):
-
-        def hand_out() -> Burst:
-            scheduler.load(op)
-            handle = scheduler.start_loading_sync()
-            assert handle is not None
-            scheduler.pop_acks()
-            return _HandleBurst(handle)
-
-        yield hand_out
-
-
-class _LoaderBurst:
-    """A burst of the plain loader thread: for each layer a flag that says that its event has been recorded."""
-
-    def __init__(self, device: EmulatedDevice, num_layers: int) -> None:
-        self.start = device.Event()
-        self.start.record()
-        self.events = [device.Event(blocking=True) for _ in range(num_layers)]
-        self.flags = [threading.Event() for _ in range(num_layers)]
-
-    def has_first_layer(self) -> bool:
-        return self.flags[0].is_set() and self.events[0].query()
-
-    def has_landed(self) -> bool:
-        return self.flags[-1].is_set() and self.events[-1].query()
-
-    def wait(self, layer: int) -> None:
-        self.flags[layer].wait()
-        self.events[layer].synchronize()
-
-
-class _LoaderPoint:
-    """What a backend is bound to, without a scheduler."""
-
-    def __init__(self, device: EmulatedDevice) -> None:
-        self.device, self.runtime = DeviceBinding(device), device
-        self.h2d_stream, self.index_stream = device.Stream(), device.Stream()
-
-
-@contextmanager
-def _plain_loader(pair: PoolPair, op: LoadOp) -> Iterator[Way]:
-    """What an engine would write: a thread and a queue. It makes the same copies, as well planned as ours."""
-    with EmulatedDevice() as device:
-        backend, point = PooledBackend([pair]), _LoaderPoint(device)
-        backend.bind(point)
-        bursts: queue.SimpleQueue[_LoaderBurst | None] = queue.SimpleQueue()
-
-        def load() -> None:
-            unfinished: deque[tuple[Any, Any]] = deque()
-            while (burst := bursts.get()) is not None:
-                while unfinished and unfinished[0][1].query():
-                    backend.finish(unfinished.popleft()[0])
-                point.index_stream.wait_event(burst.start)
-                with device.stream(point.index_stream):
-                    prepared = backend.prepare([op])
-                with device.stream(point.h2d_stream):
-                    point.h2d_stream.wait_event(burst.start)
-                    for layer in range(pair.num_layers):
-                        backend.enqueue_layer(prepared, layer)
-                        burst.events[layer].record()
-                        burst.flags[layer].set()
-                unfinished.append((prepared, burst.events[-1]))
-
-        def hand_out() -> Burst:
-            burst = _LoaderBurst(device, pair.num_layers)
-            bursts.put(burst)
-            return burst
-
-        thread = threading.Thread(target=load, name="plain-loader")
-        thread.start()
-        try:
-            yield hand_out
-        finally:
-            bursts.put(None)
-            thread.join()
+    return made
 
 
 class _BatchBurst:
@@ -299,13 +195,13 @@ class _BatchBurst:
     def __init__(self, landed: EmulatedEvent) -> None:
         self._landed = landed
 
-    def has_first_layer(self) -> bool:
+    def layer_landed(self, layer: int) -> bool:
         return self._landed.query()
 
-    def has_landed(self) -> bool:
+    def done(self) -> bool:
         return self._landed.query()
 
-    def wait(self, layer: int) -> None:
+    def wait_layer(self, layer: int) -> None:
         self._landed.synchronize()
 
 
@@ -332,12 +228,12 @@ def _one_operation(pair: PoolPair, op: LoadOp) -> Iterator[Way]:
 
 WAYS: dict[str, Callable[[PoolPair, LoadOp], AbstractContextManager[Way]]] = {
     "copies alone": _one_operation,
-    "inline": lambda pair, op: _scheduled(pair, op, SchedulerConfig(mode="inline")),
-    "plain loader thread": _plain_loader,
-    "async, Python plane": lambda pair, op: _scheduled(pair, op, SchedulerConfig(plane="python")),
+    "inline": _burst_by_burst(ways.scheduled(SchedulerConfig(mode="inline"))),
+    "plain loader thread": _burst_by_burst(plain_loader),
+    "async, Python plane": _burst_by_burst(ways.scheduled(SchedulerConfig(plane="python"))),
 }
 if native.module is not None:
-    WAYS["async, native plane"] = lambda pair, op: _scheduled(pair, op, SchedulerConfig(plane="native"))
+    WAYS["async, native plane"] = _burst_by_burst(ways.scheduled(SchedulerConfig(plane="native")))
 
 NOTES = (
     "the device is emulated: copies are made by the CPU, on a core of their own where there is one",

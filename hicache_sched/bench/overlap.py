@@ -10,10 +10,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from hicache_sched import LoadHandle, LoadOp, SchedulerConfig, TransferScheduler
+from hicache_sched import LoadOp, SchedulerConfig
 from hicache_sched.bench.measure import Series, Side, measure
+from hicache_sched.bench.plain_loader import plain_loader
 from hicache_sched.bench.report import Report, Row
-from hicache_sched.bench.workload import hand_out, make_op, make_pair
+from hicache_sched.bench.ways import Burst, Way, scheduled
+from hicache_sched.bench.workload import make_op, make_pair
 from hicache_sched.copy import BurstBackend, PooledBackend
 from hicache_sched.device import EmulatedDevice
 from hicache_sched.pools import PoolPair
@@ -21,7 +23,11 @@ from hicache_sched.pools import PoolPair
 RATIOS = (0.5, 1.0, 2.0)
 """Compute time of a layer to its copy time."""
 BACK_TO_BACK = 4
-WAYS = {"inline": SchedulerConfig(mode="inline"), "async": SchedulerConfig()}
+WAYS: dict[str, Way] = {
+    "inline": scheduled(SchedulerConfig(mode="inline")),
+    "plain loader thread": plain_loader,
+    "async": scheduled(SchedulerConfig()),
+}
 
 
 @dataclass(frozen=True)
@@ -58,15 +64,14 @@ class OverlapBench:
         with ExitStack() as stack:
             device = stack.enter_context(EmulatedDevice(h2d_bandwidth=layer_bytes / (self.copy_ms * 1e-3)))
             for enqueue_ms in dict.fromkeys((0.0, self.enqueue_ms)):
-                for way, config in WAYS.items():
-                    backend = backend_of(pair, enqueue_ms)
-                    scheduler = stack.enter_context(TransferScheduler(backend, runtime=device, config=config))
+                for way, make_way in WAYS.items():
+                    hand_out = partial(stack.enter_context(make_way(device, backend_of(pair, enqueue_ms))), [op])
                     for compute in RATIOS:
                         for bursts in (1, BACK_TO_BACK):
                             case = _Case(way, compute, bursts, enqueue_ms)
                             cases[case.name] = case
                             compute_ms = compute * self.copy_ms
-                            sides[case.name] = partial(_forwards, device, scheduler, op, compute_ms, bursts)
+                            sides[case.name] = partial(_forwards, device, hand_out, self.layers, compute_ms, bursts)
             rng = random.Random(self.seed)
             measured = measure(sides, rounds=self.rounds, rng=rng, on_round=on_round)
         rows = [row for name, case in cases.items() for row in self._rows(case, measured[name]["makespan"])]
@@ -119,28 +124,22 @@ def optimum_ms(num_layers: int, copy_ms: float, compute_ms: float, enqueue_ms: f
 
 
 def _forwards(
-    device: EmulatedDevice, scheduler: TransferScheduler, op: LoadOp, compute_ms: float, bursts: int
+    device: EmulatedDevice, hand_out: Callable[[], Burst], num_layers: int, compute_ms: float, bursts: int
 ) -> dict[str, float]:
     """Milliseconds from the first hand-out until the last forward is through."""
     compute = device.Stream()
-    handles: list[LoadHandle] = []
     start = time.perf_counter()
     for _ in range(bursts):
-        handle = hand_out(scheduler, op)
-        handles.append(handle)
+        burst = hand_out()
         with device.stream(compute):
-            for layer in range(handle.num_layers):
-                handle.wait_layer(layer)
-                device.launch(_nothing, duration=compute_ms * 1e-3)
+            for layer in range(num_layers):
+                burst.wait_layer(layer)
+                device.launch(None, duration=compute_ms * 1e-3)
     compute.synchronize()
     makespan = (time.perf_counter() - start) * 1e3
-    handles[-1].result()
-    scheduler.pop_acks()
+    while not burst.done():  # its slot is then free for the next
+        time.sleep(1e-4)
     return {"makespan": makespan}
-
-
-def _nothing() -> None:
-    """What a layer of the model computes here."""
 
 
 def backend_of(pair: PoolPair, enqueue_ms: float) -> BurstBackend:
@@ -175,5 +174,6 @@ class SlowBackend:
 NOTES = (
     "the device is emulated: copies and layers take the time that was asked for, and a layer computes nothing",
     "optimum: each layer after its copy, and each copy after its submission, one of each at a time",
+    "the plain loader thread is a FIFO queue, one thread and a flag per layer; it makes the same copies",
     "copy time hidden: the part of the copies' time that the forwards do not take longer for",
 )

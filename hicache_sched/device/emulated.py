@@ -27,6 +27,11 @@ DeviceCall = tuple[str, Any, "EmulatedStream", str]
 """One recorded call: its name, the object it was made on, the stream concerned, the calling thread's name."""
 
 
+_NO_COPIES = np.empty(0, dtype=np.int64)
+_NOTHING = CopyBatch(_NO_COPIES, _NO_COPIES, _NO_COPIES, 0, None)
+"""What an operation does that only takes time; copies, since those need no GIL."""
+
+
 class EmulatedEvent:
     """An event with the semantics of `torch.cuda.Event`.
 
@@ -203,18 +208,21 @@ class EmulatedDevice:
     # -- work -----------------------------------------------------------------------------------------------
 
     def launch(
-        self, fn: Callable[[], Any], *, engine: EngineName = "compute", duration: float = 0.0, nbytes: int = 0
+        self, fn: Callable[[], Any] | None, *, engine: EngineName = "compute", duration: float = 0.0, nbytes: int = 0
     ) -> None:
         """Put `fn` on the calling thread's current stream.
 
         `fn` is Python and needs the GIL; pool copies use `enqueue_copies`. One that raises on an inline stream
         raises here; on any other stream it loses the device, as a faulting kernel does on CUDA.
 
+        :param fn: None for one that does nothing but take its time, and needs no GIL to begin and to end, as a GPU
+            needs none.
         :param engine: which engine it occupies.
         :param duration: seconds it takes at least.
         :param nbytes: bytes moved, paced by the engine's bandwidth on top of `duration`.
         """
-        self._core.operate(self.current_stream()._core, engine, fn, duration, nbytes)
+        work = _NOTHING if fn is None else fn
+        self._core.operate(self.current_stream()._core, engine, work, duration, nbytes)
 
     def enqueue_copies(self, batch: CopyBatch, *, engine: EngineName = "h2d") -> None:
         """Put one operation that makes all copies of `batch` on the calling thread's current stream.

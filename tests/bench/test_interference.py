@@ -21,10 +21,10 @@ def test_each_way_loads_every_byte_of_every_burst(name: str) -> None:
             for plane in pair.device.planes:
                 plane.fill_(2)
             burst = hand_out()
-            burst.wait(0)
-            assert burst.has_first_layer()
-            burst.wait(2)
-            while not burst.has_landed():
+            burst.wait_layer(0)
+            assert burst.layer_landed(0)
+            burst.wait_layer(2)
+            while not burst.done():
                 pass
             for plane in pair.device.planes:
                 assert (plane[:, op.device_indices] == 1).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -387,6 +388,7 @@ def calls_of(device: EmulatedDevice) -> dict[str, Callable[[], object]]:
         "set_device": lambda: device.set_device(0),
         "synchronize": device.synchronize,
         "launch": lambda: device.launch(lambda: None),
+        "launch of nothing": lambda: device.launch(None),
         "launch on a stream": lambda: launch_on(device, stream, lambda: None),
         "enqueue_copies": lambda: device.enqueue_copies(NO_COPIES),
         "read": lambda: device.read([torch.zeros(1)]),
@@ -801,6 +803,23 @@ def elapsed(device: EmulatedDevice, work: Callable[[], None]) -> float:
 
 def test_a_kernel_takes_its_duration(device: EmulatedDevice) -> None:
     on_schedule(lambda: elapsed(device, lambda: device.launch(lambda: None, duration=0.05)), 50)
+
+
+def test_a_kernel_that_does_nothing_takes_its_duration(device: EmulatedDevice) -> None:
+    on_schedule(lambda: elapsed(device, lambda: device.launch(None, duration=0.05)), 50)
+
+
+@pytest.mark.skipif(native.module is None, reason="engines in Python need the GIL")
+def test_a_kernel_that_does_nothing_needs_no_gil(device: EmulatedDevice, stream: EmulatedStream) -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # this thread lets nobody have it
+    try:
+        with device.stream(stream):
+            device.launch(None)
+        while not stream.query():
+            pass
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_kernels_back_to_back_add_up_exactly(device: EmulatedDevice) -> None:
