@@ -15,7 +15,9 @@ from hicache_sched.bench.copy import CopyBench
 from hicache_sched.bench.handout import HandoutBench
 from hicache_sched.bench.interference import InterferenceBench
 from hicache_sched.bench.overlap import OverlapBench
+from hicache_sched.bench.prefill_engine import PAGE_SIZE
 from hicache_sched.bench.report import Report
+from hicache_sched.bench.serving import ServingBench
 from hicache_sched.bench.wakeup import WakeupBench
 from hicache_sched.bench.workload import ROW_UNIT
 
@@ -105,6 +107,54 @@ def bench_wakeup(
     _run("wakeup", bench.num_rounds, bench.run, json)
 
 
+@app.command("serving")
+def bench_serving(
+    json: Json = None,
+    seed: Seed = 0,
+    rounds: Rounds = 3,
+    requests: Annotated[int, typer.Option(min=1, help="Requests to serve.")] = 500,
+    concurrency: Annotated[int, typer.Option(min=1, help="Clients; each sends when its last was served.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Requests that are computed together.")] = 16,
+    prefixes: Annotated[int, typer.Option(min=1, help="Prefixes that requests share.")] = 64,
+    prefix_pages: Annotated[int, typer.Option(min=1, help=f"Pages, of {PAGE_SIZE} tokens, of a prefix.")] = 64,
+    device_prefixes: Annotated[int, typer.Option(min=1, help="Prefixes that the device has room for.")] = 24,
+    new_tokens: Annotated[int, typer.Option(min=1, help="New tokens of a request, on average.")] = 8500,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 78,
+    token_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a token and layer in the anchor pool.")] = 1152,
+    side_token_bytes: Annotated[int, typer.Option(min=1, help="The same in the side pool.")] = 132,
+    link_gb_per_s: Annotated[float, typer.Option(min=0.001, help="Link from host to device.")] = 50.0,
+    submit_ms: Annotated[float, typer.Option(min=0, help="CPU time to submit a layer of a pool, page by page.")] = 2.4,
+    compute_us: Annotated[float, typer.Option(min=0, help="Time to compute a token, in all layers.")] = 25.0,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens of a forward.")] = 16384,
+    request_cpu_ms: Annotated[float, typer.Option(min=0, help="CPU time of the engine for each request.")] = 2.0,
+    scale: Annotated[float, typer.Option(min=0.001, help="Of all these times, so that it takes less long.")] = 0.1,
+) -> None:
+    """Requests with shared prefixes through an engine that loads inline, on a plain thread, or by this package."""
+    if device_prefixes < batch:
+        raise typer.BadParameter(f"--device-prefixes must be at least --batch, which is {batch}, not {device_prefixes}")
+    bench = ServingBench(
+        requests=requests,
+        concurrency=concurrency,
+        batch=batch,
+        prefixes=prefixes,
+        prefix_pages=prefix_pages,
+        device_prefixes=device_prefixes,
+        new_tokens=new_tokens,
+        layers=layers,
+        token_bytes=token_bytes,
+        side_token_bytes=side_token_bytes,
+        link_gb_per_s=link_gb_per_s,
+        submit_ms=submit_ms,
+        compute_us=compute_us,
+        chunk=chunk,
+        request_cpu_ms=request_cpu_ms,
+        scale=scale,
+        rounds=rounds,
+        seed=seed,
+    )
+    _run("serving", bench.num_rounds, bench.run, json)
+
+
 @app.command("all")
 def bench_all(
     json: Annotated[Path | None, typer.Option("--json", help="Write a file for each into this folder.")] = None,
@@ -123,6 +173,7 @@ def bench_all(
     bench_interference(json=file("interference"), seed=seed)
     bench_overlap(json=file("overlap"), seed=seed)
     bench_wakeup(json=file("wakeup"), seed=seed)
+    bench_serving(json=file("serving"), seed=seed)
 
 
 class _Run(Protocol):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
-from hicache_sched import LoadOp, SchedulerConfig
+from hicache_sched import SchedulerConfig
 from hicache_sched.bench.measure import Series, Side, measure
 from hicache_sched.bench.plain_loader import plain_loader
 from hicache_sched.bench.report import Report, Row
+from hicache_sched.bench.slow_backend import SlowBackend
 from hicache_sched.bench.ways import Burst, Way, scheduled
 from hicache_sched.bench.workload import make_op, make_pair
 from hicache_sched.copy import BurstBackend, PooledBackend
@@ -144,31 +144,7 @@ def _forwards(
 
 def backend_of(pair: PoolPair, enqueue_ms: float) -> BurstBackend:
     """The built-in backend, or one that takes its time to submit a layer."""
-    return SlowBackend(pair, enqueue_ms * 1e-3) if enqueue_ms else PooledBackend([pair])
-
-
-class SlowBackend:
-    """As the built-in backend, but that describing a layer's copies keeps a core, and the GIL, busy."""
-
-    def __init__(self, pair: PoolPair, enqueue: float) -> None:
-        self._pooled = PooledBackend([pair])
-        self.num_layers, self.pool_names = self._pooled.num_layers, self._pooled.pool_names
-        self._enqueue = enqueue
-
-    def bind(self, scheduler: Any) -> None:
-        self._pooled.bind(scheduler)
-
-    def prepare(self, ops: Sequence[LoadOp]) -> Any:
-        return self._pooled.prepare(ops)
-
-    def enqueue_layer(self, prepared: Any, layer: int) -> None:
-        until = time.thread_time() + self._enqueue
-        while time.thread_time() < until:
-            pass
-        self._pooled.enqueue_layer(prepared, layer)
-
-    def finish(self, prepared: Any) -> None:
-        self._pooled.finish(prepared)
+    return SlowBackend([pair], enqueue_ms * 1e-3) if enqueue_ms else PooledBackend([pair])
 
 
 NOTES = (
