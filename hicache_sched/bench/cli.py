@@ -67,6 +67,7 @@ def bench_handout(
 @app.command("interference")
 def bench_interference(
     json: Json = None,
+    device: Device = "auto",
     seed: Seed = 0,
     rounds: Rounds = 5,
     pages: Annotated[int, typer.Option(min=1, help="Pages of a burst.")] = 64,
@@ -76,7 +77,7 @@ def bench_interference(
 ) -> None:
     """Bursts while the engine scheduler is idle, runs pure Python, or mixes Python and small torch operations."""
     _check_row_bytes(row_bytes)
-    bench = InterferenceBench(layers, pages, row_bytes, window, rounds, seed)
+    bench = InterferenceBench(_resolve(device), layers, pages, row_bytes, window, rounds, seed)
     _run("interference", bench.num_rounds, bench.run, json)
 
 
@@ -170,7 +171,7 @@ def bench_all(
 
     bench_copy(json=file("copy"), device=device, seed=seed)
     bench_handout(json=file("handout"), device=device, seed=seed)
-    bench_interference(json=file("interference"), seed=seed)
+    bench_interference(json=file("interference"), device=device, seed=seed)
     bench_overlap(json=file("overlap"), seed=seed)
     bench_wakeup(json=file("wakeup"), seed=seed)
     bench_serving(json=file("serving"), seed=seed)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
@@ -15,7 +14,7 @@ import torch
 from hicache_sched import LoadOp, TransferScheduler
 from hicache_sched.bench.measure import Series, measure
 from hicache_sched.bench.report import Report, Row
-from hicache_sched.bench.workload import PAGE_SIZE, make_op, make_pair
+from hicache_sched.bench.workload import PAGE_SIZE, make_op, make_pair, runtime_of
 from hicache_sched.copy import PooledBackend
 from hicache_sched.device import EmulatedDevice
 from hicache_sched.device.copy_batch import CopyBatch
@@ -62,7 +61,7 @@ class CopyBench:
         for layout in LAYOUTS:
             rng = random.Random(self.seed)
             op = make_op(self.pages, self.seed)
-            with self._runtime() as runtime:
+            with runtime_of(self.device) as runtime:
                 throughput = self._throughput(self._pair(layout, self.device == "cuda"), op, runtime, rng, on_round)
             planning = self._planning(self._pair(layout, False), layout, op, rng, on_round)
             copied = self.row_bytes // (PAGE_SIZE if layout == "page_first" else 1)  # that layout keeps tokens apart
@@ -81,14 +80,6 @@ class CopyBench:
         if self.device == "cuda":
             return notes
         return (*notes, "the device is emulated: copies are made by the CPU, both sides of them")
-
-    @contextmanager
-    def _runtime(self) -> Iterator[Any]:
-        if self.device == "cuda":
-            yield torch.cuda
-        else:
-            with EmulatedDevice() as device:
-                yield device
 
     def _pair(self, layout: Layout, on_cuda: bool) -> PoolPair:
         return make_pair(self.pages, self.layers, self.row_bytes, layout, on_cuda=on_cuda)

@@ -16,7 +16,7 @@ import torch
 from hicache_sched import LoadOp, PoolTransfer, SchedulerConfig, TransferScheduler, native
 from hicache_sched.bench.measure import Side, measure
 from hicache_sched.bench.report import Report, Row
-from hicache_sched.bench.workload import PAGE_SIZE, hand_out, make_op, make_pair
+from hicache_sched.bench.workload import PAGE_SIZE, hand_out, make_op, make_pair, runtime_of
 from hicache_sched.copy import BurstBackend, PooledBackend
 from hicache_sched.device import EmulatedDevice
 from hicache_sched.pools import PoolPair
@@ -77,7 +77,7 @@ class HandoutBench:
             load = two_pools(self.pages, self.layers, self.row_bytes, self.seed, on_cuda=self.device == "cuda")
             sides: dict[str, Side] = {}
             for name, way in WAYS.items():
-                scheduler = stack.enter_context(way.scheduler(self._runtime(stack), load.pairs))
+                scheduler = stack.enter_context(way.scheduler(stack.enter_context(runtime_of(self.device)), load.pairs))
                 sides[name] = partial(_blocked, scheduler, load.op, way.hand_outs or self.hand_outs)
             measured = measure(sides, rounds=self.rounds, rng=rng, on_round=on_round)
         for name in WAYS:
@@ -93,7 +93,9 @@ class HandoutBench:
             before: Callable[[], object] | None = None
             for name, (layers, pages, in_flight) in cases().items():
                 load = two_pools(pages, layers, 32, self.seed, on_cuda=self.device == "cuda")
-                scheduler = stack.enter_context(ASYNC.scheduler(self._runtime(stack), load.pairs))
+                scheduler = stack.enter_context(
+                    ASYNC.scheduler(stack.enter_context(runtime_of(self.device)), load.pairs)
+                )
                 before = before or partial(_load, scheduler, load.op)  # of the smallest, before each of all
                 count = self.hand_outs if layers * pages < 2**18 else max(10, self.hand_outs // 10)
                 sides[name] = partial(_blocked, scheduler, load.op, count, in_flight, before)
@@ -113,9 +115,6 @@ class HandoutBench:
                 yield Row("hand-out, p50", name, values["p50"], "us", target="<= 40")
                 yield Row("hand-out, p99", name, values["p99"], "us", target="<= 400")
                 yield Row.ratio("growth of p50", name, "us", {name: values["p50"], "smallest": smallest}, "<= 1.5")
-
-    def _runtime(self, stack: ExitStack) -> Any:
-        return torch.cuda if self.device == "cuda" else stack.enter_context(EmulatedDevice())
 
 
 def cases() -> dict[str, tuple[int, int, int]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from hicache_sched.bench.measure import Series, Side, measure
 from hicache_sched.bench.plain_loader import plain_loader
 from hicache_sched.bench.report import Report, Row
 from hicache_sched.bench.ways import Burst
-from hicache_sched.bench.workload import make_op, make_pair
+from hicache_sched.bench.workload import make_op, make_pair, runtime_of
 from hicache_sched.copy import PooledBackend
 from hicache_sched.copy.layers import AddressBuffers, LayerBatches
 from hicache_sched.copy.merge import merge_ops
@@ -42,6 +43,7 @@ class InterferenceBench:
     """What to measure.
 
     Attributes:
+        device: "emulated" or "cuda".
         layers: layers of the pool.
         pages: pages of a burst, scattered.
         row_bytes: bytes of a page in one layer of K, and of V.
@@ -50,6 +52,7 @@ class InterferenceBench:
         seed: of the pages and of the order of the sides.
     """
 
+    device: str
     layers: int
     pages: int
     row_bytes: int
@@ -60,7 +63,11 @@ class InterferenceBench:
     @property
     def num_rounds(self) -> int:
         """How often `on_round` will be called."""
-        return len(WAYS) * (self.rounds + 1)
+        return len(self._ways) * (self.rounds + 1)
+
+    @property
+    def _ways(self) -> dict[str, MakeWay]:
+        return {name: way for name, way in WAYS.items() if self.device == "emulated" or name != ALONE}
 
     def run(self, on_round: Callable[[], None]) -> Report:
         """
@@ -68,24 +75,28 @@ class InterferenceBench:
         """
         rng = random.Random(self.seed)
         rows: list[Row] = []
-        for name, make_way in WAYS.items():
-            pair = make_pair(self.pages, self.layers, self.row_bytes, "page_first_direct")
+        for name, make_way in self._ways.items():
+            on_cuda = self.device == "cuda"
+            pair = make_pair(self.pages, self.layers, self.row_bytes, "page_first_direct", on_cuda=on_cuda)
             op = make_op(self.pages, self.seed)
-            with make_way(pair, op) as way:
-                rows += self._measure(name, way, rng, on_round)
+            with runtime_of(self.device) as runtime, make_way(runtime, pair, op) as way:
+                rows += self._measure(name, runtime, way, rng, on_round)
         parameters = asdict(self) | {"burst_bytes": self.pages * self.layers * self.row_bytes * 2}
-        return Report("interference", parameters, NOTES, tuple(rows))
+        notes = NOTES if self.device == "emulated" else NOTES[len(EMULATED_NOTES) :]
+        return Report("interference", parameters, notes, tuple(rows))
 
-    def _measure(self, name: str, way: Way, rng: random.Random, on_round: Callable[[], None]) -> Iterator[Row]:
+    def _measure(
+        self, name: str, runtime: Any, way: Way, rng: random.Random, on_round: Callable[[], None]
+    ) -> Iterator[Row]:
         def idle() -> dict[str, float]:
             latencies, firsts = [], []
             start = time.perf_counter()
             until = start + self.window
             while start < until:
                 burst = way()
-                burst.wait_layer(0)
+                _wait_landed(runtime, burst, 0)
                 firsts.append(time.perf_counter() - start)
-                burst.wait_layer(self.layers - 1)
+                _wait_landed(runtime, burst, self.layers - 1)
                 now = time.perf_counter()
                 latencies.append(now - start)
                 start = now
@@ -148,6 +159,11 @@ class InterferenceBench:
         return {"rate": steps / (last - begin), "pause": longest * 1e3}
 
 
+def _wait_landed(runtime: Any, burst: Burst, layer: int) -> None:
+    burst.wait_layer(layer)
+    runtime.current_stream().synchronize()  # which a stream that runs inline has long done
+
+
 def _median_ms(seconds: list[float]) -> float:
     return float(np.median(seconds)) * 1e3
 
@@ -180,10 +196,13 @@ LOADS: dict[str, Work] = {"pure Python": _python_step, "Python and torch": _mixe
 # -- ways to load ---------------------------------------------------------------------------------------------------
 
 
-def _burst_by_burst(way: ways.Way) -> Callable[[PoolPair, LoadOp], AbstractContextManager[Way]]:
+MakeWay = Callable[[Any, PoolPair, LoadOp], AbstractContextManager[Way]]
+
+
+def _burst_by_burst(way: ways.Way) -> MakeWay:
     @contextmanager
-    def made(pair: PoolPair, op: LoadOp) -> Iterator[Way]:
-        with EmulatedDevice() as device, way(device, PooledBackend([pair])) as hand_out:
+    def made(runtime: Any, pair: PoolPair, op: LoadOp) -> Iterator[Way]:
+        with way(runtime, PooledBackend([pair])) as hand_out:
             yield lambda: hand_out([op])
 
     return made
@@ -206,28 +225,28 @@ class _BatchBurst:
 
 
 @contextmanager
-def _one_operation(pair: PoolPair, op: LoadOp) -> Iterator[Way]:
+def _one_operation(device: EmulatedDevice, pair: PoolPair, op: LoadOp) -> Iterator[Way]:
     """What nobody can do better: the copies are planned, all layers together, before anything is measured."""
-    with EmulatedDevice() as device:
-        planner = BurstPlanner([pair], [range(pair.num_layers)])
-        plan = planner.plan(merge_ops([op], DeviceBinding(device), [pair.name]))
-        batches = LayerBatches(plan, pair, AddressBuffers(), keep=True)
-        layers = [batch for layer in range(pair.num_layers) if (batch := batches.layer(layer)) is not None]
-        dst, src, sizes = (np.concatenate([layer[part] for layer in layers]) for part in range(3))
-        batch, stream = CopyBatch(dst, src, sizes, plan.num_bytes, pair), device.Stream()
+    planner = BurstPlanner([pair], [range(pair.num_layers)])
+    plan = planner.plan(merge_ops([op], DeviceBinding(device), [pair.name]))
+    batches = LayerBatches(plan, pair, AddressBuffers(), keep=True)
+    layers = [batch for layer in range(pair.num_layers) if (batch := batches.layer(layer)) is not None]
+    dst, src, sizes = (np.concatenate([layer[part] for layer in layers]) for part in range(3))
+    batch, stream = CopyBatch(dst, src, sizes, plan.num_bytes, pair), device.Stream()
 
-        def hand_out() -> Burst:
-            landed = device.Event(blocking=True)
-            with device.stream(stream):
-                device.enqueue_copies(batch)
-                landed.record()
-            return _BatchBurst(landed)
+    def hand_out() -> Burst:
+        landed = device.Event(blocking=True)
+        with device.stream(stream):
+            device.enqueue_copies(batch)
+            landed.record()
+        return _BatchBurst(landed)
 
-        yield hand_out
+    yield hand_out
 
 
-WAYS: dict[str, Callable[[PoolPair, LoadOp], AbstractContextManager[Way]]] = {
-    "copies alone": _one_operation,
+ALONE = "copies alone"
+WAYS: dict[str, MakeWay] = {
+    ALONE: _one_operation,
     "inline": _burst_by_burst(ways.scheduled(SchedulerConfig(mode="inline"))),
     "plain loader thread": _burst_by_burst(plain_loader),
     "async, Python plane": _burst_by_burst(ways.scheduled(SchedulerConfig(plane="python"))),
@@ -235,9 +254,12 @@ WAYS: dict[str, Callable[[PoolPair, LoadOp], AbstractContextManager[Way]]] = {
 if native.module is not None:
     WAYS["async, native plane"] = _burst_by_burst(ways.scheduled(SchedulerConfig(plane="native")))
 
-NOTES = (
+EMULATED_NOTES = (
     "the device is emulated: copies are made by the CPU, on a core of their own where there is one",
-    "copies alone: the whole burst as one operation, planned before: what the copies themselves cost here",
+    f"{ALONE}: the whole burst as one operation, planned before: what the copies themselves cost here",
+)
+NOTES = (
+    *EMULATED_NOTES,
     "burst latency: from hand-out to the first step of the engine scheduler that sees the burst landed",
     "the plain loader thread is a FIFO queue, one thread and a flag per layer; it makes the same planned copies",
     "inline: the engine scheduler submits the burst itself, which counts as a pause",

@@ -15,20 +15,19 @@ from typing import Any
 
 from hicache_sched import BurstBackend, LoadOp
 from hicache_sched.bench.ways import HandOut
-from hicache_sched.device import EmulatedDevice
 from hicache_sched.device.binding import DeviceBinding
 
 
 class LoaderBurst:
     """A burst of the plain loader thread: for each layer a flag that says that its event has been recorded."""
 
-    def __init__(self, device: EmulatedDevice, ops: Sequence[LoadOp], num_layers: int) -> None:
+    def __init__(self, runtime: Any, ops: Sequence[LoadOp], num_layers: int) -> None:
         self.ops, self.num_layers = ops, num_layers
-        self.start = device.Event()
+        self.start = runtime.Event()
         self.start.record()
-        self.events = [device.Event(blocking=True) for _ in range(num_layers)]
+        self.events = [runtime.Event(blocking=True) for _ in range(num_layers)]
         self.flags = [threading.Event() for _ in range(num_layers)]
-        self._device = device
+        self._runtime = runtime
 
     def layer_landed(self, layer: int) -> bool:
         return self.flags[layer].is_set() and self.events[layer].query()
@@ -39,21 +38,21 @@ class LoaderBurst:
     def wait_layer(self, layer: int) -> None:
         """Order the calling thread's current stream behind a layer."""
         self.flags[layer].wait()
-        self._device.current_stream().wait_event(self.events[layer])
+        self._runtime.current_stream().wait_event(self.events[layer])
 
 
 class _Point:
     """What a backend is bound to, without a scheduler."""
 
-    def __init__(self, device: EmulatedDevice) -> None:
-        self.device, self.runtime = DeviceBinding(device), device
-        self.h2d_stream, self.index_stream = device.Stream(), device.Stream()
+    def __init__(self, runtime: Any) -> None:
+        self.device, self.runtime = DeviceBinding(runtime), runtime
+        self.h2d_stream, self.index_stream = runtime.Stream(), runtime.Stream()
 
 
 @contextmanager
-def plain_loader(device: EmulatedDevice, backend: BurstBackend) -> Iterator[HandOut]:
+def plain_loader(runtime: Any, backend: BurstBackend) -> Iterator[HandOut]:
     """A way to load, with a loader thread while it lasts."""
-    point = _Point(device)
+    point = _Point(runtime)
     backend.bind(point)
     bursts: queue.SimpleQueue[LoaderBurst | None] = queue.SimpleQueue()
 
@@ -63,9 +62,9 @@ def plain_loader(device: EmulatedDevice, backend: BurstBackend) -> Iterator[Hand
             while unfinished and unfinished[0][1].query():
                 backend.finish(unfinished.popleft()[0])
             point.index_stream.wait_event(burst.start)
-            with device.stream(point.index_stream):
+            with runtime.stream(point.index_stream):
                 prepared = backend.prepare(burst.ops)
-            with device.stream(point.h2d_stream):
+            with runtime.stream(point.h2d_stream):
                 point.h2d_stream.wait_event(burst.start)
                 for layer in range(burst.num_layers):
                     backend.enqueue_layer(prepared, layer)
@@ -74,7 +73,7 @@ def plain_loader(device: EmulatedDevice, backend: BurstBackend) -> Iterator[Hand
             unfinished.append((prepared, burst.events[-1]))
 
     def hand_out(ops: Sequence[LoadOp]) -> LoaderBurst:
-        burst = LoaderBurst(device, ops, backend.num_layers)
+        burst = LoaderBurst(runtime, ops, backend.num_layers)
         bursts.put(burst)
         return burst
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from hicache_sched import BurstBackend, LoadOp, SchedulerConfig, TransferScheduler
-from hicache_sched.device import EmulatedDevice
 
 
 class Burst(Protocol):
@@ -25,15 +24,16 @@ class Burst(Protocol):
 HandOut = Callable[[Sequence[LoadOp]], Burst]
 """Hands load ops out as a burst."""
 
-Way = Callable[[EmulatedDevice, BurstBackend], AbstractContextManager[HandOut]]
+Way = Callable[[Any, BurstBackend], AbstractContextManager[HandOut]]
+"""Made for a runtime and a backend."""
 
 
 def scheduled(config: SchedulerConfig) -> Way:
     """By a scheduler of this package."""
 
     @contextmanager
-    def way(device: EmulatedDevice, backend: BurstBackend) -> Iterator[HandOut]:
-        with TransferScheduler(backend, runtime=device, config=config) as scheduler:
+    def way(runtime: Any, backend: BurstBackend) -> Iterator[HandOut]:
+        with TransferScheduler(backend, runtime=runtime, config=config) as scheduler:
 
             def hand_out(ops: Sequence[LoadOp]) -> Burst:
                 for op in ops:

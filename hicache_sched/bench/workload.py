@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 from hicache_sched import LoadHandle, LoadOp, TransferScheduler
+from hicache_sched.device import EmulatedDevice
 from hicache_sched.pools import Layout, Pool, PoolPair
 
 PAGE_SIZE = 16
 HEADS = 2
 ROW_UNIT = PAGE_SIZE * HEADS
 """A page's bytes in one layer and plane are a multiple of this: elements of one byte."""
+
+
+@contextmanager
+def runtime_of(device: str) -> Iterator[Any]:
+    """
+    :param device: "emulated", for one that is there meanwhile, or "cuda".
+    """
+    if device == "cuda":
+        yield torch.cuda
+    else:
+        with EmulatedDevice() as emulated:
+            yield emulated
 
 
 def make_pair(pages: int, layers: int, row_bytes: int, layout: Layout, *, on_cuda: bool = False) -> PoolPair:

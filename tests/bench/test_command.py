@@ -13,7 +13,7 @@ import torch
 
 from hicache_sched.bench import cli
 from hicache_sched.bench.copy import CopyBench
-from hicache_sched.bench.workload import make_op
+from hicache_sched.bench.workload import make_op, runtime_of
 from hicache_sched.pools import Layout
 
 SMALL = ["--pages", "4", "--layers", "2", "--row-bytes", "512", "--rounds", "3", "--device", "emulated"]
@@ -65,7 +65,7 @@ def test_what_is_measured_is_a_burst_that_moves_every_byte_it_should(layout: Lay
     loaded = torch.zeros(pair.device.num_tokens, dtype=torch.bool)
     loaded[op.device_indices] = True
 
-    with bench._runtime() as runtime:
+    with runtime_of(bench.device) as runtime:
         bench._throughput(pair, op, runtime, random.Random(0), lambda: None)
 
     assert bench.nbytes == sum(plane[:, loaded].nbytes for plane in pair.device.planes)

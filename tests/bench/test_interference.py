@@ -9,6 +9,7 @@ import pytest
 
 from hicache_sched.bench.interference import LOADS, WAYS, InterferenceBench
 from hicache_sched.bench.workload import make_op, make_pair
+from hicache_sched.device import EmulatedDevice
 from tests.bench.reporting import report_of
 from tests.bench.test_command import run
 
@@ -16,7 +17,7 @@ from tests.bench.test_command import run
 @pytest.mark.parametrize("name", WAYS)
 def test_each_way_loads_every_byte_of_every_burst(name: str) -> None:
     pair, op = make_pair(4, 3, 512, "page_first_direct"), make_op(4, seed=0)
-    with WAYS[name](pair, op) as hand_out:
+    with EmulatedDevice() as device, WAYS[name](device, pair, op) as hand_out:
         for _ in range(5):
             for plane in pair.device.planes:
                 plane.fill_(2)
@@ -32,7 +33,7 @@ def test_each_way_loads_every_byte_of_every_burst(name: str) -> None:
 
 
 def test_every_way_is_measured_under_every_load() -> None:
-    bench = InterferenceBench(layers=2, pages=4, row_bytes=512, window=0.01, rounds=3, seed=0)
+    bench = InterferenceBench("emulated", layers=2, pages=4, row_bytes=512, window=0.01, rounds=3, seed=0)
     report = report_of(bench)
 
     cases = [row.case for row in report.rows if row.what == "burst latency"]
