@@ -109,7 +109,7 @@ class Jobs:
         clock = StallClock(self._interval, burst.progress_at)
         stalled: int | None = None
         stalled_since = 0.0
-        while True:
+        while burst.ack is None:
             waiter = LoopWaiter(name="")
             try:
                 watches: tuple[Watch, ...] = (ENDED,) if stalled is None else (ENDED, ("landed", stalled))

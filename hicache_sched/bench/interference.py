@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -63,7 +63,7 @@ class InterferenceBench:
     @property
     def num_rounds(self) -> int:
         """How often `on_round` will be called."""
-        return len(self._ways) * (self.rounds + 1)
+        return self.rounds + 1
 
     @property
     def _ways(self) -> dict[str, MakeWay]:
@@ -73,52 +73,56 @@ class InterferenceBench:
         """
         :param on_round: called now and then, for progress.
         """
-        rng = random.Random(self.seed)
-        rows: list[Row] = []
-        for name, make_way in self._ways.items():
-            on_cuda = self.device == "cuda"
-            pair = make_pair(self.pages, self.layers, self.row_bytes, "page_first_direct", on_cuda=on_cuda)
-            op = make_op(self.pages, self.seed)
-            with runtime_of(self.device) as runtime, make_way(runtime, pair, op) as way:
-                rows += self._measure(name, runtime, way, rng, on_round)
+        on_cuda = self.device == "cuda"
+        pair = make_pair(self.pages, self.layers, self.row_bytes, "page_first_direct", on_cuda=on_cuda)
+        op = make_op(self.pages, self.seed)
+        sides: dict[str, Side] = {}
+        with ExitStack() as stack:
+            for name, make_way in self._ways.items():
+                runtime = stack.enter_context(runtime_of(self.device))
+                way = stack.enter_context(make_way(runtime, pair, op))
+                sides[f"{name}, {IDLE}"] = partial(self._idle, runtime, way)
+                for load, work in LOADS.items():
+                    sides[f"{name}, {load}"] = partial(self._busy, work, way)
+                    sides[f"{name}, {load}, between bursts"] = partial(self._between, runtime, work, way)
+            measured = measure(sides, rounds=self.rounds, rng=random.Random(self.seed), on_round=on_round)
+        rows = [row for name in self._ways for row in self._rows(name, measured)]
         parameters = asdict(self) | {"burst_bytes": self.pages * self.layers * self.row_bytes * 2}
         notes = NOTES if self.device == "emulated" else NOTES[len(EMULATED_NOTES) :]
         return Report("interference", parameters, notes, tuple(rows))
 
-    def _measure(
-        self, name: str, runtime: Any, way: Way, rng: random.Random, on_round: Callable[[], None]
-    ) -> Iterator[Row]:
-        def idle() -> dict[str, float]:
-            latencies, firsts = [], []
-            start = time.perf_counter()
-            until = start + self.window
-            while start < until:
-                burst = way()
-                _wait_landed(runtime, burst, 0)
-                firsts.append(time.perf_counter() - start)
-                _wait_landed(runtime, burst, self.layers - 1)
-                now = time.perf_counter()
-                latencies.append(now - start)
-                start = now
-            return {"latency": _median_ms(latencies), "first layer": _median_ms(firsts)}
-
-        sides: dict[str, Side] = {"idle": idle}
-        for load, work in LOADS.items():
-            sides[load] = partial(self._busy, work, way)
-            sides[f"{load}, alone"] = partial(self._alone, work)
-        measured = measure(sides, rounds=self.rounds, rng=rng, on_round=on_round)
-        quiet = measured["idle"]
-        yield Row("first layer landed after", f"{name}, idle", quiet["first layer"], "ms", target="<= 1")
+    def _rows(self, name: str, measured: Mapping[str, Mapping[str, Series]]) -> Iterator[Row]:
+        idle = measured[f"{name}, {IDLE}"]
+        yield Row("first layer landed after", f"{name}, {IDLE}", idle["first layer"], "ms", target="<= 1")
         for load in LOADS:
-            case, busy, alone = f"{name}, {load}", measured[load], measured[f"{load}, alone"]
-            latency = {load: busy["latency"], "idle": quiet["latency"]}
+            case = f"{name}, {load}"
+            busy, between = measured[case], measured[f"{case}, between bursts"]
+            latency = {load: busy["latency"], IDLE: idle["latency"]}
             yield Row.ratio("burst latency", case, "ms", latency, "<= 1.5")
             yield Row("first layer landed after", case, busy["first layer"], "ms", target="<= 1")
-            rate = {"with bursts": busy["rate"], "alone": alone["rate"]}
+            rate = {"with bursts": busy["rate"], "without": between["rate"]}
             yield Row.ratio("the engine's own rate", case, "steps/s", rate, ">= 0.95")
-            pauses = zip(busy["pause"].values, alone["pause"].values, strict=True)
+            if ALONE in self._ways and name != ALONE:
+                beside = {"with bursts": busy["rate"], ALONE: measured[f"{ALONE}, {load}"]["rate"]}
+                yield Row.ratio(f"the engine's own rate, to that beside {ALONE}", case, "steps/s", beside)
+            pauses = zip(busy["pause"].values, between["pause"].values, strict=True)
             beyond = Series(tuple(with_bursts - own for with_bursts, own in pauses))
             yield Row("longest pause beyond its own", case, beyond, "ms", target="<= 1")
+
+    def _idle(self, runtime: Any, way: Way) -> dict[str, float]:
+        """An engine scheduler that does nothing but wait."""
+        latencies, firsts = [], []
+        start = time.perf_counter()
+        until = start + self.window
+        while start < until:
+            burst = way()
+            _wait_landed(runtime, burst, 0)
+            firsts.append(time.perf_counter() - start)
+            _wait_landed(runtime, burst, self.layers - 1)
+            now = time.perf_counter()
+            latencies.append(now - start)
+            start = now
+        return {"latency": _median_ms(latencies), "first layer": _median_ms(firsts)}
 
     def _busy(self, work: Work, way: Way) -> dict[str, float]:
         """Steps of an engine scheduler that hands out the next burst when it sees that the last has landed."""
@@ -147,8 +151,12 @@ class InterferenceBench:
             "pause": longest * 1e3,
         }
 
-    def _alone(self, work: Work) -> dict[str, float]:
-        """The same steps without bursts."""
+    def _between(self, runtime: Any, work: Work, way: Way) -> dict[str, float]:
+        """The same steps, and looks at a burst that has landed, without another burst."""
+        burst = way()
+        _wait_landed(runtime, burst, self.layers - 1)
+        while not burst.done():
+            time.sleep(1e-4)
         steps, longest = 0, 0.0
         begin = last = time.perf_counter()
         while last < begin + self.window:
@@ -156,6 +164,7 @@ class InterferenceBench:
             steps += 1
             now = time.perf_counter()
             longest, last = max(longest, now - last), now
+            burst.done()
         return {"rate": steps / (last - begin), "pause": longest * 1e3}
 
 
@@ -245,6 +254,7 @@ def _one_operation(device: EmulatedDevice, pair: PoolPair, op: LoadOp) -> Iterat
 
 
 ALONE = "copies alone"
+IDLE = "idle"
 WAYS: dict[str, MakeWay] = {
     ALONE: _one_operation,
     "inline": _burst_by_burst(ways.scheduled(SchedulerConfig(mode="inline"))),
@@ -260,6 +270,7 @@ EMULATED_NOTES = (
 )
 NOTES = (
     *EMULATED_NOTES,
+    "without bursts: the same steps with the same looks at a burst, one that has landed",
     "burst latency: from hand-out to the first step of the engine scheduler that sees the burst landed",
     "the plain loader thread is a FIFO queue, one thread and a flag per layer; it makes the same planned copies",
     "inline: the engine scheduler submits the burst itself, which counts as a pause",

@@ -59,5 +59,6 @@ def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
         "first layer landed after": "<= 1",
         "burst latency": "<= 1.5",
         "the engine's own rate": ">= 0.95",
+        "the engine's own rate, to that beside copies alone": None,
         "longest pause beyond its own": "<= 1",
     }
