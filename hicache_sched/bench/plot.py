@@ -84,6 +84,7 @@ def draw(timelines: Sequence[Timeline]) -> Figure:
     place: dict[str, Any] = {"loc": "outside lower center", "ncols": len(handles), "columnspacing": 1.4}
     figure.legend(handles=handles, fontsize=TEXT, handlelength=1.6, frameon=False, **place)
     figure.draw_without_rendering()  # sizes are known now, and they say what has room where
+    figure.set_layout_engine("none")  # or they would change with what is drawn
     for each, timeline in zip(axes, timelines, strict=True):
         _draw(each, timeline, each.get_window_extent().width / (1.02 * last_ms) * 72 / DPI)
     return figure
@@ -114,7 +115,7 @@ def _draw(axes: Axes, timeline: Timeline, points_per_ms: float) -> None:
         height = 0.36 if is_inner else 0.72
         axes.broken_barh([(begin, length)], (row - height / 2, height), **_look(span.kind, span.layer or 0))
         if span.layer is None:
-            words = f"blocked {length:.3g} ms" if span.kind == "hand-out" else span.name
+            words = f"blocked {length:.{1 if length >= 1 else 2}f} ms" if span.kind == "hand-out" else span.name
             free_until = min([ms(each.begin) for each in _after(span, timeline)], default=axes.get_xlim()[1])
             if length * points_per_ms > _points(words) and not _has_inner(span, timeline):
                 color = "white" if span.kind == "hand-out" else "black"

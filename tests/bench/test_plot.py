@@ -52,6 +52,7 @@ def test_timelines_are_one_above_the_other_on_one_time_axis() -> None:
     assert [axes.get_title(loc="left") for axes in (first, second)] == ["inline", "async"]
     assert first.get_position().y0 > second.get_position().y1
     assert first.get_xlim() == second.get_xlim()
+    assert first.get_shared_x_axes().joined(first, second)
     assert first.get_xlim()[1] >= 23, "all that is shown is in it"
 
 
@@ -106,7 +107,7 @@ def test_a_hand_out_of_microseconds_has_an_edge_that_is_seen() -> None:
 
 def test_how_long_the_hand_out_blocked_and_when_all_was_computed_are_said() -> None:
     first, second = drawn(inline(20), pipelined(20))
-    assert {"blocked 40 ms", "all computed after 61.0 ms"} <= set(texts(first))
+    assert {"blocked 40.0 ms", "all computed after 61.0 ms"} <= set(texts(first))
     assert {"blocked 0.05 ms", "all computed after 21.0 ms", "job"} <= set(texts(second))
 
 

@@ -93,7 +93,7 @@ def test_landings_are_instants_of_their_thread(tmp_path: Path) -> None:
 
 def test_what_ends_when_the_next_begins_does_not_overlap_with_it_when_it_is_rounded(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
-    times = [ms(i * 0.9371846517) for i in range(200)]
+    times = [ms(i * 0.93718765) for i in range(200)]
     spans = [Span("h2d engine", "copy", *pair) for pair in pairwise(times)]
     write_trace(file, [Timeline("copies", tuple(spans))])
     read_trace(file)
