@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Protocol
 
@@ -15,9 +16,12 @@ from hicache_sched.bench.copy import CopyBench
 from hicache_sched.bench.handout import HandoutBench
 from hicache_sched.bench.interference import InterferenceBench
 from hicache_sched.bench.overlap import OverlapBench
+from hicache_sched.bench.plot import write_plot
 from hicache_sched.bench.prefill_engine import PAGE_SIZE
+from hicache_sched.bench.record import record_overlap
 from hicache_sched.bench.report import Report
 from hicache_sched.bench.serving import ServingBench
+from hicache_sched.bench.timeline import write_trace
 from hicache_sched.bench.wakeup import WakeupBench
 from hicache_sched.bench.workload import ROW_UNIT
 
@@ -89,10 +93,25 @@ def bench_overlap(
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 32,
     copy_ms: Annotated[float, typer.Option(min=0.01, help="Time that a layer's copies take on the link.")] = 1.0,
     enqueue_ms: Annotated[float, typer.Option(min=0, help="CPU time to submit a layer that is not planned.")] = 2.4,
+    trace: Annotated[
+        Path | None, typer.Option(help="Record one more burst each way, and write a trace for ui.perfetto.dev here.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="The same as a picture, a PNG.")] = None,
 ) -> None:
     """A layer-wise forward while its layers are loaded: makespan against optimum, and the copy time that it hides."""
+    _check_file("--trace", trace)
+    _check_file("--plot", plot)
+    if plot is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter("--plot needs matplotlib: pip install 'hicache-sched[bench]'")
     bench = OverlapBench(layers, copy_ms, enqueue_ms, rounds, seed)
     _run("overlap", bench.num_rounds, bench.run, json)
+    if trace is None and plot is None:
+        return
+    timelines = record_overlap(bench)
+    for file, write in ((trace, write_trace), (plot, write_plot)):
+        if file is not None:
+            write(file, timelines)
+            Console().print(f"written to {file}")
 
 
 @app.command("wakeup")
@@ -191,6 +210,16 @@ def _run(name: str, num_rounds: int, run: _Run, json: Path | None) -> None:
     if json is not None:
         report.write_json(json)
         console.print(f"written to {json}")
+
+
+def _check_file(option: str, file: Path | None) -> None:
+    """Before minutes of measuring, not after."""
+    if file is None:
+        return
+    if not file.parent.is_dir():
+        raise typer.BadParameter(f"{option} {file}: there is no folder {file.parent}")
+    if file.is_dir():
+        raise typer.BadParameter(f"{option} {file} is a folder")
 
 
 def _check_row_bytes(row_bytes: int) -> None:

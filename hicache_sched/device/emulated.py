@@ -19,7 +19,7 @@ import torch
 from hicache_sched import native
 from hicache_sched.device.at_exit import stop_at_exit
 from hicache_sched.device.copy_batch import CopyBatch
-from hicache_sched.device.emulated_core import EmulatedCore, EngineName
+from hicache_sched.device.emulated_core import DeviceOperation, EmulatedCore, EngineName
 from hicache_sched.device.native_core import NativeCore
 from hicache_sched.device.python_core import PythonCore
 
@@ -289,6 +289,14 @@ class EmulatedDevice:
     def record_calls(self) -> MutableSequence[DeviceCall]:
         """From now on, list every stream and event call but queries, in order, and return that list."""
         return self._core.list_calls()
+
+    def record_operations(self) -> MutableSequence[DeviceOperation]:
+        """From now on, list what the engines do, in the order in which they complete it, and return that list.
+
+        Their times are those at which the device says that they ran (see `DeviceOperation`), so on one engine they
+        do not overlap. What raises on an inline stream is listed; what a lost device cuts short is not.
+        """
+        return self._core.list_operations()
 
     def close(self) -> None:
         """Stop the engines' threads; every later call raises. Idempotent."""

@@ -6,6 +6,7 @@ There are two: one in C++, and one in Python for where that is missing.
 from __future__ import annotations
 
 from collections.abc import Callable, MutableSequence
+from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from hicache_sched.device.copy_batch import CopyBatch
@@ -15,6 +16,27 @@ ENGINES: Final[tuple[EngineName, ...]] = ("compute", "h2d", "d2h")
 
 Work: TypeAlias = Callable[[], Any] | CopyBatch
 """What an operation does. Copies are plain arrays."""
+
+
+@dataclass(frozen=True)
+class DeviceOperation:
+    """What an engine did.
+
+    Times are virtual ones, in `time.monotonic` seconds: those at which the device says that it ran, and from which
+    events have theirs. An operation begins when what it waits for is done and its engine free, however long it then
+    takes until a thread does it, and ends when its duration is over, however late the thread that paces it wakes up.
+
+    Attributes:
+        engine: which one it occupied.
+        stream: which one it was put on; None where that was collected before somebody looked.
+        begin: when it began.
+        end: when it ended.
+    """
+
+    engine: EngineName
+    stream: Any
+    begin: float
+    end: float
 
 
 class EmulatedCore(Protocol):
@@ -40,9 +62,13 @@ class EmulatedCore(Protocol):
     def list_call(self, *call: object) -> None:
         """List a call that changes nothing here, if calls are listed."""
 
+    def list_operations(self) -> MutableSequence[DeviceOperation]:
+        """From now on, list the operations that are completed. One that was interrupted before its turn does nothing,
+        and is not listed; nor is one that the end of the core cuts short."""
+
     def new_stream(self, owner: object, *, runs_inline: bool) -> Any:
         """
-        :param owner: what the stream is listed as in calls; not kept alive.
+        :param owner: what the stream is listed as in calls and operations; not kept alive.
         :param runs_inline: whether its operations are done by the thread that submits them.
         """
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from hicache_sched import native
 from hicache_sched.device.copy_batch import CopyBatch
-from hicache_sched.device.emulated_core import ENGINES, EngineName, Work
+from hicache_sched.device.emulated_core import ENGINES, DeviceOperation, EngineName, Work
 
 
 class NativeStream:
@@ -41,7 +41,8 @@ class NativeCore:
         speeds = tuple(bandwidths[name] or 0.0 for name in ENGINES)
         self._native = native.module.Core(speeds, queue_depth or 0)
         self._error: BaseException | None = None
-        self._calls: CallList | None = None
+        self._calls: TracedList | None = None
+        self._operations: TracedList | None = None
         self._owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._list_lock = threading.RLock()  # a payload that goes may make calls, too
         self._may_block = queue_depth is not None
@@ -63,14 +64,24 @@ class NativeCore:
 
     def list_calls(self) -> MutableSequence[Any]:
         with self._list_lock:
+            if self._calls is not None:
+                self._calls.end()
             self._native.trace_calls()
-            self._calls = CallList(self._list_lock, self._take_traced)
+            self._calls = TracedList(self._list_lock, self._take_traced)
             return self._calls
 
     def list_call(self, *call: object) -> None:
         if self._calls is not None:
             with self._list_lock:
                 self._list(call)
+
+    def list_operations(self) -> MutableSequence[DeviceOperation]:
+        with self._list_lock:
+            if self._operations is not None:
+                self._operations.end()
+            self._native.trace_operations()
+            self._operations = TracedList(self._list_lock, self._take_operations)
+            return self._operations
 
     def new_stream(self, owner: object, *, runs_inline: bool) -> NativeStream:
         self.check()
@@ -219,6 +230,13 @@ class NativeCore:
             for name, event, stream, thread in self._native.take_traced()
         ]
 
+    def _take_operations(self) -> list[DeviceOperation]:
+        """What the engines have done since the last time."""
+        return [
+            DeviceOperation(ENGINES[number], self._owners.get(stream), begin, end)
+            for number, stream, begin, end in self._native.take_operations()
+        ]
+
     def _run_inline(self, operation: Any, work: Work) -> None:
         """Wait for the engine, then run the operation on the calling thread."""
         try:
@@ -234,23 +252,28 @@ class NativeCore:
         self.check()  # lost in the middle of it
 
 
-class CallList(UserList[Any]):
-    """Calls in order; those that were made without Python are fetched when somebody looks.
+class TracedList(UserList[Any]):
+    """What happened, in order; what happened without Python is fetched when somebody looks.
 
-    :param lock: held while calls are fetched.
-    :param take_traced: gives the calls that were made without Python since the last time.
+    :param lock: held while that is fetched.
+    :param take_traced: gives what happened without Python since the last time.
     """
 
     def __init__(self, lock: threading.RLock, take_traced: Callable[[], list[Any]]) -> None:
         self._lock = lock
         self._take_traced = take_traced
-        self._calls: list[Any] = []
+        self._listed: list[Any] = []
+
+    def end(self) -> None:
+        """List nothing from now on: what follows is another list's. The lock is held."""
+        self._listed.extend(self._take_traced())
+        self._take_traced = list
 
     @property
     def data(self) -> list[Any]:  # type: ignore[override] # an attribute of UserList's, through which it does everything
         with self._lock:
-            self._calls.extend(self._take_traced())
-        return self._calls
+            self._listed.extend(self._take_traced())
+        return self._listed
 
     def __getitem__(self, index: Any) -> Any:
         return self.data[index]

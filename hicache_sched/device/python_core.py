@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from hicache_sched.device.copy_batch import CopyBatch
-from hicache_sched.device.emulated_core import ENGINES, EngineName, Work
+from hicache_sched.device.emulated_core import ENGINES, DeviceOperation, EngineName, Work
 
 
 class Record:
@@ -64,7 +64,7 @@ class _Wait:
 class _Operation:
     """Work for an engine. One with a `gate` runs on the thread that submitted it, once the gate opens."""
 
-    __slots__ = ("duration", "engine", "gate", "handed_over", "ready_time", "stream", "work")
+    __slots__ = ("duration", "engine", "gate", "handed_over", "ready_time", "start_time", "stream", "work")
 
     def __init__(self, stream: CoreStream, engine: _Engine, work: Work, duration: float, now: float) -> None:
         self.stream = stream
@@ -72,6 +72,7 @@ class _Operation:
         self.work = work
         self.duration = duration
         self.ready_time = now
+        self.start_time = 0.0  # virtual, once it is its engine's turn
         self.handed_over = False
         self.gate: threading.Lock | None = None
 
@@ -83,13 +84,15 @@ class CoreStream:
     """The queue behind a stream, guarded by the core's lock.
 
     Attributes:
+        owner: what the stream is listed as.
         runs_inline: whether its operations are done by the thread that submits them.
     """
 
-    __slots__ = ("__weakref__", "core", "queue", "runs_inline", "time")
+    __slots__ = ("__weakref__", "core", "owner", "queue", "runs_inline", "time")
 
-    def __init__(self, core: PythonCore, runs_inline: bool) -> None:
+    def __init__(self, core: PythonCore, owner: object, runs_inline: bool) -> None:
         self.core = core
+        self.owner = weakref.ref(owner)
         self.runs_inline = runs_inline
         self.queue: deque[Record | _Wait | _Operation] = deque()
         self.time = 0.0
@@ -167,6 +170,7 @@ class PythonCore:
         self._gates: set[threading.Lock] = set()
         self._error: BaseException | None = None
         self._calls: list[Any] | None = None
+        self._operations: list[DeviceOperation] | None = None
         for engine in self._engines.values():
             engine.thread.start()
             weakref.finalize(self, engine.stop).atexit = False  # its device does that in its order
@@ -185,6 +189,11 @@ class PythonCore:
             with self._lock:
                 self._list(call)
 
+    def list_operations(self) -> list[DeviceOperation]:
+        with self._lock:
+            self._operations = []
+            return self._operations
+
     def new_event(self, owner: object) -> CoreEvent:
         self.check()
         return CoreEvent()
@@ -192,7 +201,7 @@ class PythonCore:
     def new_stream(self, owner: object, *, runs_inline: bool) -> CoreStream:
         with self._lock:
             self.check()
-            stream = CoreStream(self, runs_inline)
+            stream = CoreStream(self, owner, runs_inline)
             self._streams.add(stream)
             return stream
 
@@ -407,13 +416,12 @@ class PythonCore:
         up for by the next and pacing does not drift.
         """
         engine = operation.engine
-        start = max(operation.ready_time, engine.free_time)
         work = operation.work
         if isinstance(work, CopyBatch):
             work.execute()
         else:
             work()
-        finished = max(start + operation.duration, time.monotonic())
+        finished = max(operation.start_time + operation.duration, time.monotonic())
         with self._lock:
             while self._error is None and (remaining := finished - time.monotonic()) > 0:
                 engine.changed.wait(remaining)
@@ -476,6 +484,7 @@ class PythonCore:
         if not engine.may_start:
             return
         operation = engine.running = engine.ready.popleft()
+        operation.start_time = max(operation.ready_time, engine.free_time)
         engine.started += 1
         if operation.gate is not None:
             _open(operation.gate)
@@ -485,9 +494,11 @@ class PythonCore:
     def _complete(self, operation: _Operation, finished: float) -> None:
         engine, stream = operation.engine, operation.stream
         engine.running = None
-        engine.free_time = finished
+        engine.free_time = max(engine.free_time, finished)  # it may have been let through since then
         engine.completed += 1
         stream.time = finished
+        if self._operations is not None and self._error is None and operation.work is not _nothing:
+            self._operations.append(DeviceOperation(engine.name, stream.owner(), operation.start_time, finished))
         if self._error is None:
             stream.queue.popleft()
             if self._queue_depth is not None:

@@ -396,6 +396,17 @@ std::vector<TracedCall> Core::take_traced() {
   return std::exchange(traced_, {});
 }
 
+void Core::trace_operations() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  traces_operations_ = true;
+  operations_.clear();
+}
+
+std::vector<TracedOperation> Core::take_operations() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(operations_, {});
+}
+
 void Core::stop() {
   const std::lock_guard<std::mutex> lock(mutex_);
   lost_ = true;
@@ -547,9 +558,13 @@ void Core::finish(const std::shared_ptr<Operation>& operation) {
   const std::shared_ptr<Stream> stream = operation->stream;
   drop(operation);
   engine.running = nullptr;
-  engine.free_time = operation->finish_time;
+  engine.free_time = std::max(engine.free_time, operation->finish_time);  // it may have been let through since then
   ++engine.completed;
   stream->time = operation->finish_time;
+  if (traces_operations_ && !lost_ && !operation->abandoned) {
+    const int number = static_cast<int>(&engine - engines_);
+    operations_.push_back({number, stream->id, operation->start_time, operation->finish_time});
+  }
   if (!lost_) {
     stream->queue.pop_front();
     left_queue();

@@ -51,6 +51,13 @@ struct TracedCall {
   std::string thread;
 };
 
+// What an engine did, for the list of operations. Times are virtual.
+struct TracedOperation {
+  int engine;
+  std::int64_t stream;  // its id
+  double begin, end;
+};
+
 // Work for an engine. One that is inline is done by the thread that submitted it, in its turn.
 struct Operation {
   std::shared_ptr<Stream> stream;
@@ -144,6 +151,8 @@ class Core {
   void fail_next(int engine, void* payload);
   void trace_calls();                     // from now on
   std::vector<TracedCall> take_traced();  // since the last time
+  void trace_operations();                // from now on
+  std::vector<TracedOperation> take_operations();  // since the last time, in the order in which they were completed
 
   void stop();  // drops what is queued, ends the threads, wakes everybody
   void join();  // blocks until the native threads have ended
@@ -178,6 +187,8 @@ class Core {
   std::vector<void*> garbage_;
   bool traces_ = false;
   std::vector<TracedCall> traced_;
+  bool traces_operations_ = false;
+  std::vector<TracedOperation> operations_;
   bool lost_ = false;
 };
 

@@ -424,6 +424,28 @@ PyObject* take_traced(PyObject* self, PyObject*) {
   return list;
 }
 
+PyObject* trace_operations(PyObject* self, PyObject*) {
+  core_of(self).trace_operations();
+  Py_RETURN_NONE;
+}
+
+// (number of the engine, id of the stream, begin, end) of what the engines have done, with and without Python.
+PyObject* take_operations(PyObject* self, PyObject*) {
+  const auto operations = core_of(self).take_operations();
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(operations.size()));
+  for (std::size_t i = 0; list != nullptr && i < operations.size(); ++i) {
+    const TracedOperation& operation = operations[i];
+    PyObject* tuple = Py_BuildValue("(iLdd)", operation.engine, static_cast<long long>(operation.stream),
+                                    operation.begin, operation.end);
+    if (tuple == nullptr) {
+      Py_CLEAR(list);
+      break;
+    }
+    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), tuple);
+  }
+  return list;
+}
+
 // The id by which calls made without Python name a stream or an event.
 PyObject* id_of(PyObject*, PyObject* capsule) {
   if (PyCapsule_IsValid(capsule, Name<Stream>::value)) {
@@ -500,6 +522,8 @@ PyMethodDef methods[] = {
     {"fail_next", fast(fail_next), METH_FASTCALL, nullptr},
     {"trace_calls", trace_calls, METH_NOARGS, nullptr},
     {"take_traced", take_traced, METH_NOARGS, nullptr},
+    {"trace_operations", trace_operations, METH_NOARGS, nullptr},
+    {"take_operations", take_operations, METH_NOARGS, nullptr},
     {"plane_device", plane_device, METH_VARARGS, nullptr},
     {"stop", stop, METH_NOARGS, nullptr},
     {"join", join, METH_NOARGS, nullptr},

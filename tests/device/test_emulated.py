@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -605,6 +606,184 @@ def test_recording_again_starts_a_new_list(device: EmulatedDevice, stream: Emula
     second = device.record_calls()
     stream.record_event()
     assert (len(first), len(second)) == (1, 1)
+
+
+# -- recorded operations --------------------------------------------------------------------------------------
+
+
+def test_what_the_engines_do_is_recorded_in_the_order_in_which_they_complete_it(device: EmulatedDevice) -> None:
+    first, second = device.Stream(), device.Stream()
+    operations = device.record_operations()
+    for engine in ENGINES:
+        device.hold(engine)
+    launch_on(device, first, lambda: None, "compute")
+    launch_on(device, second, lambda: None, "h2d")
+    launch_on(device, first, lambda: None, "d2h")
+    for engine in ("h2d", "compute", "d2h"):
+        device.step(engine)
+    assert [(each.engine, each.stream) for each in operations] == [("h2d", second), ("compute", first), ("d2h", first)]
+
+
+def test_copies_and_reads_are_recorded_as_one_operation_each(device: EmulatedDevice, stream: EmulatedStream) -> None:
+    operations = device.record_operations()
+    batch = row_copies((np.zeros((4, 8), np.uint8), [0, 1, 2], np.ones((4, 8), np.uint8), [3, 2, 1]))
+    with device.stream(stream):
+        device.enqueue_copies(batch)
+        device.read([torch.zeros(3), torch.zeros(4)])
+    assert [(each.engine, each.stream) for each in operations] == [("h2d", stream), ("d2h", stream)]
+
+
+def test_operations_of_inline_streams_are_recorded_those_that_raise_too(device: EmulatedDevice) -> None:
+    operations = device.record_operations()
+    before = time.monotonic()
+    device.launch(lambda: None)
+    device.enqueue_copies(NO_COPIES)
+
+    def kernel() -> None:
+        raise KeyError("no")
+
+    with pytest.raises(KeyError):
+        device.launch(kernel, engine="d2h")
+    after = time.monotonic()
+    default = device.default_stream()
+    assert [(each.engine, each.stream) for each in operations] == [(name, default) for name in ENGINES]
+    times = [time for each in operations for time in (each.begin, each.end)]
+    assert [before, *times, after] == sorted([before, *times, after])
+
+
+def test_an_operation_has_the_times_that_events_around_it_have(device: EmulatedDevice, stream: EmulatedStream) -> None:
+    operations = device.record_operations()
+    start, middle, end = (device.Event(enable_timing=True) for _ in range(3))
+    device.hold("compute")
+    with device.stream(stream):
+        device.launch(lambda: None)
+        start.record()
+        device.launch(lambda: None, duration=0.004)
+        middle.record()
+        device.launch(lambda: None, duration=0.002)
+        end.record()
+    device.resume("compute")
+    stream.synchronize()
+    lasted = [(each.end - each.begin) * 1e3 for each in operations[1:]]
+    assert lasted == pytest.approx([start.elapsed_time(middle), middle.elapsed_time(end)])
+    assert min(lasted[0] - 4, lasted[1] - 2) >= -1e-6
+
+
+def test_paced_operations_of_several_streams_do_not_overlap_on_their_engine(device: EmulatedDevice) -> None:
+    operations = device.record_operations()
+    streams = [device.Stream() for _ in range(3)]
+    device.hold("h2d")
+    for each in streams * 4:
+        with device.stream(each):
+            device.launch(lambda: None, engine="h2d", duration=0.001)
+    device.resume("h2d")
+    for each in streams:
+        each.synchronize()
+    assert len(operations) == 12
+    assert all(later.begin >= earlier.end for earlier, later in pairwise(operations))
+
+
+@pytest.mark.parametrize("how", ["step", "resume"])
+def test_an_operation_of_a_held_engine_begins_after_it_was_let_through(
+    device: EmulatedDevice, stream: EmulatedStream, how: str
+) -> None:
+    operations = device.record_operations()
+    device.hold("compute")
+    for _ in range(2):
+        launch_on(device, stream, lambda: None)
+    let_through = []
+    for _ in range(2):
+        let_through.append(time.monotonic())
+        if how == "step":
+            device.step("compute")
+        else:
+            device.resume("compute")
+            stream.synchronize()
+    assert operations[0].begin >= let_through[0]
+    assert operations[1].begin >= let_through[how == "step"]
+
+
+def test_an_operation_begins_when_what_its_stream_waits_for_is_done(
+    device: EmulatedDevice, stream: EmulatedStream
+) -> None:
+    operations = device.record_operations()
+    other = device.Stream()
+    with device.stream(other):
+        device.launch(lambda: None, engine="h2d", duration=0.003)
+    stream.wait_stream(other)
+    launch_on(device, stream, lambda: None)
+    stream.synchronize()
+    copy, kernel = operations
+    assert kernel.begin == copy.end
+
+
+def test_an_inline_launch_that_was_interrupted_before_its_turn_is_no_operation(
+    device: EmulatedDevice, stream: EmulatedStream
+) -> None:
+    operations = device.record_operations()
+    device.hold("compute")
+    launch_on(device, stream, lambda: None)
+    with interrupted():
+        device.launch(lambda: None)
+    launch_on(device, stream, lambda: None)
+    device.resume("compute")
+    device.synchronize()
+    assert [each.stream for each in operations] == [stream, stream]
+
+
+def test_what_a_lost_device_cuts_short_is_no_operation(device: EmulatedDevice, stream: EmulatedStream) -> None:
+    operations = device.record_operations()
+    started, go_on = threading.Event(), threading.Event()
+
+    def kernel() -> None:
+        started.set()
+        assert go_on.wait(WAIT)
+
+    launch_on(device, stream, kernel)
+    assert started.wait(WAIT)
+    device.lose(DeviceGoneError())
+    go_on.set()
+    device.close()
+    assert list(operations) == []
+
+
+def test_operations_are_recorded_from_then_on_and_again_in_a_new_list(
+    device: EmulatedDevice, stream: EmulatedStream
+) -> None:
+    def operate() -> None:
+        launch_on(device, stream, lambda: None)
+        stream.synchronize()
+
+    operate()
+    first = device.record_operations()
+    operate()
+    second = device.record_operations()
+    operate()
+    assert (len(first), len(second), len(first)) == (1, 1, 1)
+
+
+def test_nothing_is_kept_of_operations_while_they_are_not_recorded(
+    device: EmulatedDevice, stream: EmulatedStream
+) -> None:
+    launch_on(device, stream, lambda: None)
+    device.launch(lambda: None)
+    device.synchronize()
+    core: Any = device._core
+    assert core._operations is None
+    assert native.module is None or core._native.take_operations() == []
+
+
+def test_the_stream_of_a_recorded_operation_is_none_where_it_was_collected_before_somebody_looked(
+    device: EmulatedDevice,
+) -> None:
+    operations = device.record_operations()
+    stream = device.Stream()
+    device.hold("compute")
+    launch_on(device, stream, lambda: None)
+    del stream
+    gc.collect()
+    device.step("compute")
+    assert [each.stream for each in operations] == [None]
 
 
 # -- inline default streams -----------------------------------------------------------------------------------

@@ -98,6 +98,49 @@ void a_wait_orders_two_streams() {
   }
 }
 
+// On one engine operations neither overlap nor begin before those that were completed earlier.
+void check_each_engine_did_one_thing_at_a_time(const std::vector<TracedOperation>& operations) {
+  double free_time[kEngines] = {0, 0, 0};
+  for (const TracedOperation& operation : operations) {
+    CHECK(operation.begin >= free_time[operation.engine]);
+    CHECK(operation.end >= operation.begin);
+    free_time[operation.engine] = operation.end;
+  }
+}
+
+void operations_are_traced_with_their_virtual_times_from_then_on() {
+  Core core(kFast, 0);
+  const auto stream = core.new_stream(false);
+  std::vector<char> a(1000, 1), b(1000, 2);
+  std::vector<std::unique_ptr<Move>> moves;
+  const auto put_one = [&](double duration) {
+    moves.push_back(std::make_unique<Move>(b.data(), a.data(), a.size()));
+    CHECK(put(core, stream, kH2d, *moves.back(), false, duration));
+  };
+  put_one(0.0);
+  drain(core, stream);
+  CHECK(core.take_operations().empty());
+  core.trace_operations();
+  core.hold(kH2d);
+  for (int i = 0; i < 5; ++i) {
+    put_one(0.002);
+  }
+  const double let_through = now();
+  core.resume(kH2d);
+  drain(core, stream);
+  const auto operations = core.take_operations();
+  CHECK(operations.size() == 5);
+  CHECK(operations[0].begin >= let_through);
+  for (const TracedOperation& operation : operations) {
+    CHECK(operation.engine == kH2d);
+    CHECK(operation.stream == stream->id);
+    CHECK(operation.end - operation.begin >= 0.002 - 1e-9);
+  }
+  check_each_engine_did_one_thing_at_a_time(operations);
+  CHECK(core.take_operations().empty());
+  collect(core);
+}
+
 // Threads with a stream each: copies, recordings, waits for recordings of others, and somebody who holds and steps.
 void any_program_of_many_threads_comes_to_its_end(std::size_t queue_depth) {
   constexpr int kThreads = 4, kSteps = 300;
@@ -112,6 +155,8 @@ void any_program_of_many_threads_comes_to_its_end(std::size_t queue_depth) {
   std::vector<char> cells(kThreads * 64, 0), ones(64, 1);
   std::atomic<bool> is_over{false};
   std::atomic<int> calls{0};
+  std::vector<TracedOperation> operations;
+  core.trace_operations();
 
   std::vector<std::thread> callers;
   for (int engine = 0; engine < kEngines; ++engine) {
@@ -130,6 +175,8 @@ void any_program_of_many_threads_comes_to_its_end(std::size_t queue_depth) {
       std::this_thread::yield();
       core.resume(engine);
       collect(core);
+      const auto taken = core.take_operations();
+      operations.insert(operations.end(), taken.begin(), taken.end());
     }
   });
   std::vector<std::thread> threads;
@@ -178,6 +225,8 @@ void any_program_of_many_threads_comes_to_its_end(std::size_t queue_depth) {
   for (const auto& stream : streams) {
     CHECK(core.length(stream) == 0);
   }
+  const auto taken = core.take_operations();
+  operations.insert(operations.end(), taken.begin(), taken.end());
   core.stop();
   for (auto& caller : callers) {
     caller.join();
@@ -185,6 +234,12 @@ void any_program_of_many_threads_comes_to_its_end(std::size_t queue_depth) {
   core.join();
   collect(core);
   CHECK(calls > 0);
+  check_each_engine_did_one_thing_at_a_time(operations);
+  std::size_t submitted = 0;
+  for (const auto& own : moves) {
+    submitted += own.size();
+  }
+  CHECK(operations.size() == submitted);
   for (const auto& own : moves) {
     for (const auto& move : own) {
       CHECK(move->given_back == 1);
@@ -235,6 +290,11 @@ void an_inline_operation_is_done_by_its_own_thread_in_its_turn() {
     const auto other = core.new_stream(false), own = core.new_stream(true);
     std::vector<char> a(1000, 1), b(1000, 2);
     Move move(b.data(), a.data(), a.size()), inline_move(b.data(), a.data(), a.size());
+    core.trace_operations();
+    const bool is_abandoned = round % 3 != 0, is_before_its_turn = round % 3 == 1;
+    if (is_before_its_turn) {
+      core.hold(kH2d);
+    }
     CHECK(put(core, other, kH2d, move));
     auto operation = std::make_shared<Operation>();
     operation->stream = own;
@@ -242,14 +302,17 @@ void an_inline_operation_is_done_by_its_own_thread_in_its_turn() {
     operation->payload = &inline_move;
     void* refusal = nullptr;
     CHECK(core.submit(operation, kH2d, 0, always, refusal));
-    if (round % 3 == 0) {
+    if (is_abandoned) {
       core.abandon(operation);
+      core.resume(kH2d);
     } else {
       CHECK(core.await_turn(operation, always) == Outcome::kDone);
       CHECK(core.complete(operation, 1e9));
     }
     drain(core, own);
     drain(core, other);
+    const std::size_t traced = core.take_operations().size();
+    CHECK(traced == (is_before_its_turn ? 1 : 2) || (is_abandoned && traced == 1));
     core.stop();
     core.join();
     collect(core);
@@ -283,6 +346,7 @@ void batches_of_every_size_arrive() {
 int main() {
   copies_of_a_stream_are_made_in_order_also_on_several_engines();
   a_wait_orders_two_streams();
+  operations_are_traced_with_their_virtual_times_from_then_on();
   for (int round = 0; round < 10; ++round) {
     any_program_of_many_threads_comes_to_its_end(0);
     any_program_of_many_threads_comes_to_its_end(5);
