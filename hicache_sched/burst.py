@@ -18,6 +18,7 @@ from hicache_sched.ack import LoadAck
 from hicache_sched.device.runtime import Event
 from hicache_sched.errors import LoadCancelledError, LoadFailedError
 from hicache_sched.event_set import EventSet
+from hicache_sched.listeners import BurstClock
 from hicache_sched.op_queue import OpQueue
 from hicache_sched.progress import AnyProgress, Progress
 from hicache_sched.slots import Slot
@@ -52,6 +53,7 @@ class Burst:
         queue: its load ops and their sums; the ops are dropped when it ends.
         waits: how to wait for its progress.
         progress: how far it has got.
+        clock: who wants to know when it got where; None where nobody does.
         start_event, fence_event: recorded at hand-out; None where there is nothing to wait for.
         cancelled: it was cancelled before it was begun.
         events: its events, from shortly before it is begun until it has ended and nobody waits for them.
@@ -68,6 +70,7 @@ class Burst:
         num_layers: int,
         waits: Waits,
         progress: AnyProgress,
+        clock: BurstClock | None,
     ) -> None:
         self.id = burst_id
         self.slot = slot.index
@@ -76,6 +79,7 @@ class Burst:
         self.queue = queue
         self.waits = waits
         self.progress = progress
+        self.clock = clock
         self.start_event: Event | None = slot.start_event
         self.fence_event: Event | None = slot.fence_event
         self.inference_mode = torch.is_inference_mode_enabled()
@@ -244,6 +248,8 @@ class Burst:
             self.ack = ack
             self.progress.mark_submitted()
             self.progress.mark_ended()
+            if self.clock is not None:
+                self.clock.end()
             self.queue.ops = []
             self.start_event = self.fence_event = None
             return self._release_events(), self._all_waiters()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from hicache_sched.ack import LoadAck
 from hicache_sched.burst import Burst
+from hicache_sched.listeners import BurstClock, Listeners, Listening, StallKind
 from hicache_sched.log import is_ctrl_c, say
 from hicache_sched.protocol import TransferProtocol
 
@@ -15,16 +16,30 @@ OnAck = Callable[[LoadAck], object]
 class Delivery:
     """Runs what is due after bursts have ended; on the loop thread, in inline mode on the observing thread."""
 
-    def __init__(self, protocol: TransferProtocol, on_ack: OnAck | None) -> None:
+    def __init__(self, protocol: TransferProtocol, on_ack: OnAck | None, listeners: Listeners) -> None:
         self._protocol = protocol
         self._on_ack = on_ack
+        self._listeners = listeners
         self._acknowledged = 0
 
-    def run(self) -> None:
-        """Deliver every burst that has ended; one thread at a time. Interrupted, it goes on where it was."""
+    def run(self, *, in_job: bool = False) -> None:
+        """Deliver every burst that has ended; one thread at a time. Interrupted, it goes on where it was.
+
+        :param in_job: whether this is the loop, which may come to a burst here before it comes to that burst's job.
+        """
         while (burst := self._protocol.next_undelivered()) is not None:
+            if in_job and burst.clock is not None:
+                burst.clock.begin_job()
             self._deliver(burst)
             self._protocol.delivered(burst)
+
+    def tell_stalled(self, what: StallKind) -> None:
+        """Tell whoever listens now of something that is stuck; on the loop thread."""
+        for listening in self._listeners.present:
+            try:
+                listening.listener.stalled(what)
+            except BaseException as exc:
+                say("error", "listener_failed", stalled=what, exc_info=exc)
 
     def _deliver(self, burst: Burst) -> None:
         ack = burst.ack
@@ -35,6 +50,19 @@ class Delivery:
         if self._on_ack is not None and self._acknowledged < burst.id:
             on_ack, self._acknowledged = self._on_ack, burst.id
             self.call("on_ack_failed", burst, lambda: on_ack(ack))
+        if (clock := burst.clock) is not None:
+            for listening in clock.audience:
+                self._tell(listening, burst, ack, clock)
+
+    def _tell(self, listening: Listening, burst: Burst, ack: LoadAck, clock: BurstClock) -> None:
+        if listening.over or listening.last_burst >= burst.id:
+            return
+        listening.last_burst = burst.id
+        self.call(
+            "listener_failed",
+            burst,
+            lambda: listening.listener.burst_ended(ack, clock.times(burst.progress, burst.num_layers)),
+        )
 
     @staticmethod
     def call(event: str, burst: Burst, callback: Callable[[], object]) -> None:

@@ -59,6 +59,8 @@ class Jobs:
 
     def begin(self, burst: Burst) -> None:
         """Start the job of a burst; does nothing where there is one."""
+        if burst.clock is not None:
+            burst.clock.begin_job()
         if burst.id not in self._of_bursts and (not burst.ended or self._protocol.next_undelivered() is not None):
             task = asyncio.get_running_loop().create_task(self._log_stalls_until_end(burst), name=f"burst-{burst.id}")
             # Not a `finally` in the job: one that is cancelled before its first step has none.
@@ -101,7 +103,7 @@ class Jobs:
         del self._of_bursts[burst.id]
         interrupted = task.cancelled() or task.exception() is not None
         if burst.ended:
-            self._delivery.run()
+            self._delivery.run(in_job=True)
         elif interrupted:
             self.begin(burst)
 
@@ -122,6 +124,7 @@ class Jobs:
                     if stalled is None:
                         stalled, stalled_since = burst.landed, burst.progress_at
                         burst.register_for((("landed", stalled),), waiter)
+                        self._delivery.tell_stalled("layer")
                     self._say_layer("layer_stalled", "warning", burst, stalled, clock.waited)
                     if burst.landed > stalled:
                         continue
@@ -159,6 +162,8 @@ class Jobs:
             if slot_wait.over:
                 break
             if clock.is_due():
+                if not stalled:
+                    self._delivery.tell_stalled("slot")
                 stalled = True
                 self._say_slot("slot_stalled", "warning", slot_wait, clock.waited)
             await waiter.sleep(clock.remaining)

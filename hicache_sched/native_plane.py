@@ -72,9 +72,9 @@ class NativePlane:
         if isinstance(backend, PooledBackend):
             self._pool_numbers = {name: number for number, name in enumerate(backend.pool_names)}
 
-    def new_progress(self) -> Any:
+    def new_progress(self, keeps_times: bool) -> Any:
         """The native half of a burst."""
-        return self.native.new_burst()
+        return self.native.new_burst(keeps_times)
 
     def new_indices(self) -> NativeIndices | None:
         """What it reads the indices of a burst from; None where it plans none."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from hicache_sched.burst_times import ProgressTimes
+
 
 class Progress:
     """Watermarks and flags of one burst; they only ever move one way.
@@ -24,9 +26,22 @@ class Progress:
 
     num_bytes = 0
 
-    __slots__ = ("_given_up", "begun", "enqueued", "finish_recorded", "landed", "planned", "progress_at", "submitted")
+    __slots__ = (
+        "_given_up",
+        "_times",
+        "begun",
+        "enqueued",
+        "finish_recorded",
+        "landed",
+        "planned",
+        "progress_at",
+        "submitted",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_times: bool = False) -> None:
+        """
+        :param keeps_times: whether somebody will want to know when it got where.
+        """
         self.enqueued = 0
         self.landed = 0
         self.begun = False
@@ -35,11 +50,14 @@ class Progress:
         self.finish_recorded = False
         self.progress_at = time.monotonic()
         self._given_up = False
+        self._times = _Times() if keeps_times else None
 
     def begin(self) -> bool:
         """Take the burst up; False if it was given up."""
         if self._given_up:
             return False
+        if self._times is not None:
+            self._times.begun = time.monotonic()
         self.begun = True
         return True
 
@@ -51,19 +69,27 @@ class Progress:
         return True
 
     def mark_planned(self) -> None:
+        if self._times is not None:
+            self._times.planned = time.monotonic()
         self.planned = True
 
     def advance_enqueued(self, watermark: int) -> None:
+        if self._times is not None:
+            self._times.enqueued += [time.monotonic()] * (watermark - self.enqueued)
         self.enqueued = watermark
 
     def advance_landed(self, watermark: int) -> None:
-        self.landed = watermark
         self.progress_at = time.monotonic()
+        if self._times is not None:
+            self._times.landed += [self.progress_at] * (watermark - self.landed)
+        self.landed = watermark
 
     def mark_finish_recorded(self) -> None:
         self.finish_recorded = True
 
     def mark_submitted(self) -> None:
+        if self._times is not None and not self.submitted:
+            self._times.submitted = time.monotonic()
         self.submitted = True
 
     def mark_ended(self) -> None:
@@ -78,6 +104,24 @@ class Progress:
 
     def want_landed(self, layer: int) -> bool:
         return False
+
+    def times(self) -> ProgressTimes | None:
+        """When it got where; None where that was not kept."""
+        times = self._times
+        if times is None:
+            return None
+        return ProgressTimes(times.begun, times.planned, times.submitted, tuple(times.enqueued), tuple(times.landed))
+
+
+class _Times:
+    __slots__ = ("begun", "enqueued", "landed", "planned", "submitted")
+
+    def __init__(self) -> None:
+        self.begun: float | None = None
+        self.planned: float | None = None
+        self.submitted: float | None = None
+        self.enqueued: list[float] = []
+        self.landed: list[float] = []
 
 
 AnyProgress = Any

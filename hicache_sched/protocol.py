@@ -10,6 +10,7 @@ held.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from hicache_sched.ack import AckStatus, LoadAck
 from hicache_sched.burst import Burst
 from hicache_sched.errors import DeviceLostError, HiCacheSchedError, SchedulerClosedError
 from hicache_sched.event_set import EventSet
+from hicache_sched.listeners import BurstClock, Listening
 from hicache_sched.load_op import LoadOp
 from hicache_sched.op_queue import IndexList, OpQueue
 from hicache_sched.progress import AnyProgress, Progress
@@ -43,13 +45,17 @@ class Turn:
     hand-out whose loop was closed under it does not keep the next from its turn.
 
     Attributes:
+        audience: who listens for its burst.
+        asked: when it began, in `time.monotonic` seconds, where somebody listens.
         over: set by the hand-out when it leaves.
         closed: a close ended it.
     """
 
-    __slots__ = ("__weakref__", "closed", "over")
+    __slots__ = ("__weakref__", "asked", "audience", "closed", "over")
 
-    def __init__(self) -> None:
+    def __init__(self, audience: tuple[Listening, ...]) -> None:
+        self.audience = audience
+        self.asked = time.monotonic() if audience else 0.0
         self.over = False
         self.closed = False
 
@@ -73,7 +79,7 @@ class TransferProtocol:
         # Reentrant, as a coroutine that the garbage collector ends cleans up in the middle of anything.
         self._lock = threading.RLock()
         self._lifecycle = Lifecycle.NEW
-        self._new_progress: Callable[[], AnyProgress] = Progress
+        self._new_progress: Callable[[bool], AnyProgress] = Progress
         self._new_indices: Callable[[], IndexList | None] = _no_indices
         self._queue = self._new_queue()
         self._slots: SlotRing | None = None
@@ -98,11 +104,11 @@ class TransferProtocol:
     def start(
         self,
         slots: SlotRing,
-        new_progress: Callable[[], AnyProgress] = Progress,
+        new_progress: Callable[[bool], AnyProgress] = Progress,
         new_indices: Callable[[], IndexList | None] | None = None,
     ) -> None:
         """
-        :param new_progress: makes what bursts keep their progress in.
+        :param new_progress: makes what bursts keep their progress in, with its times or without.
         :param new_indices: makes what keeps the indices of load ops.
         """
         with self._lock:
@@ -178,8 +184,9 @@ class TransferProtocol:
             if self._resetting or not slot.is_free:
                 return self._register(waiter)
             number, generation = self._bursts_handed_out + 1, slot.generation + 1
-            progress = self._new_progress()
-            burst = Burst(number, slot, generation, self._queue, self.num_layers, waits, progress)
+            clock = BurstClock(turn.audience, turn.asked) if turn.audience else None
+            progress = self._new_progress(clock is not None)
+            burst = Burst(number, slot, generation, self._queue, self.num_layers, waits, progress, clock)
             empty, after_next = self._new_queue(), self._slots.after_next
             # Ctrl-C interrupts CPython after a call, so all of these or none.
             self._bursts_handed_out, slot.generation, slot.burst = number, generation, burst
@@ -345,15 +352,20 @@ class TransferProtocol:
         with self._lock:
             return not (self._queue or self._num_in_flight or self._acks)
 
-    def counts(self) -> dict[str, int]:
-        """The numbers of `SchedulerStats`."""
+    def counts(self, *, asks_device: bool = True) -> dict[str, int]:
+        """The numbers of `SchedulerStats`.
+
+        :param asks_device: False to take a slot for free only once its burst has ended.
+        """
         with self._lock:
             num_queued = self._num_queued
+            slots = [] if self._slots is None else self._slots.slots
+            num_free = sum(slot.is_free if asks_device else slot.is_over for slot in slots)
             return {
                 "queued_ops": len(self._queue),
                 "bursts_queued": num_queued,
                 "bursts_in_flight": self._num_in_flight - num_queued,
-                "free_slots": 0 if self._slots is None else self._slots.num_free,
+                "free_slots": num_free,
                 "acks_unpopped": len(self._acks),
                 "landed_bursts": self._totals[AckStatus.OK],
                 "failed_bursts": self._totals[AckStatus.FAILED],

@@ -25,6 +25,7 @@ from hicache_sched.handle import LoadHandle
 from hicache_sched.in_flight import InFlight, LayersInFlight, max_layers_in_flight
 from hicache_sched.job import Jobs
 from hicache_sched.landing import BurstEnd, InlineObserver
+from hicache_sched.listeners import BurstListener, Listeners
 from hicache_sched.load_op import LoadOp
 from hicache_sched.log import say
 from hicache_sched.loop_thread import loop_factory
@@ -93,7 +94,8 @@ class TransferScheduler:
         self.h2d_stream = h2d_stream
         self.index_stream = None
         self._protocol = TransferProtocol(backend.pool_names, backend.num_layers, self._config.poll_acks)
-        self._delivery = Delivery(self._protocol, on_ack)
+        self._listeners = Listeners()
+        self._delivery = Delivery(self._protocol, on_ack, self._listeners)
         self._notified = NotifiedWaits(self._guard)
         self._threads: Threads | None = None
         self._downgrade_said = False
@@ -281,7 +283,7 @@ class TransferScheduler:
         """
         self._guard.check()  # before the `try`: its end takes a lock, which in a forked child may be held for ever
         check_timeout(timeout)
-        turn = Turn()
+        turn = Turn(self._listeners.present)
         try:
             hand_out = self._begin_hand_out(turn, fence)
             found = hand_out.look(None)
@@ -298,7 +300,7 @@ class TransferScheduler:
         """`start_loading` for an engine scheduler that is a thread: where it would wait, this blocks."""
         self._guard.check()  # before the `try`: its end takes a lock, which in a forked child may be held for ever
         check_timeout(timeout)
-        turn = Turn()
+        turn = Turn(self._listeners.present)
         try:
             hand_out = self._begin_hand_out(turn, fence)
             found = hand_out.look(None)
@@ -327,11 +329,38 @@ class TransferScheduler:
         burst = self._protocol.burst_in(slot, generation)
         return None if burst is None else self._handle(burst)
 
-    def stats(self) -> SchedulerStats:
-        """What the scheduler is doing and has done; from any thread."""
-        self._observe()
+    def listen(self, listener: BurstListener) -> None:
+        """Have a listener told of each burst that is handed out from now on, when that has ended, and of stalls.
+
+        It is called on the loop thread (inline: on the thread that observes the landing), after `on_ack`. If it raises,
+        that is logged and changes nothing. It must not close or reset the scheduler. From any thread, at any time; a
+        hand-out that is under way is not told of. While nobody listens nothing is timed.
+
+        :raises HiCacheSchedError: it listens already.
+        """
+        self._guard.check()
+        self._listeners.add(listener)
+
+    def unlisten(self, listener: BurstListener) -> None:
+        """Undo `listen`, also for bursts that have not ended; from any thread.
+
+        It does nothing where the listener does not listen. A call of the listener that has begun goes on.
+        """
+        self._guard.check()
+        self._listeners.remove(listener)
+
+    def stats(self, *, observe: bool = True) -> SchedulerStats:
+        """What the scheduler is doing and has done; from any thread.
+
+        :param observe: False for what has been noticed so far: this thread then asks the device nothing, ends no burst
+            and, in inline mode, runs no callback. A slot is free then once its burst has ended.
+        """
+        if observe:
+            self._observe()
+        else:
+            self._guard.check()
         mode = "inline" if self._is_inline else self._config.mode
-        return SchedulerStats(mode=mode, plane=self._plane_name, **self._protocol.counts())
+        return SchedulerStats(mode=mode, plane=self._plane_name, **self._protocol.counts(asks_device=observe))
 
     @property
     def idle(self) -> bool:

@@ -36,6 +36,11 @@ class Slot:
     def is_free(self) -> bool:
         return self.burst is None or self.burst.slot_is_free
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its burst has ended; it may be free before."""
+        return self.burst is None or self.burst.ended
+
 
 class SlotRing:
     """The slots in rotation; guarded by the lock of whoever owns it."""
@@ -47,10 +52,6 @@ class SlotRing:
     @property
     def next(self) -> Slot:
         return self.slots[self.next_index]
-
-    @property
-    def num_free(self) -> int:
-        return sum(slot.is_free for slot in self.slots)
 
     @property
     def after_next(self) -> int:

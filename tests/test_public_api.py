@@ -43,7 +43,7 @@ def test_every_error_is_the_packages_and_what_it_stands_in_for() -> None:
 @pytest.mark.parametrize(("owner", "members"), [
     (hicache_sched.TransferScheduler, """
         start close reset aclose areset __enter__ __exit__ __aenter__ __aexit__
-        load start_loading start_loading_sync pop_acks stats idle last_error handle_for
+        load start_loading start_loading_sync pop_acks stats idle last_error handle_for listen unlisten
     """),
     (hicache_sched.LoadHandle, """
         slot generation burst_id node_ids num_tokens num_layers __await__ result enqueued layer layers wait_layer
@@ -147,7 +147,7 @@ what is made with those."""
 
 LAYER_OF = {"errors": "words", "load_op": "words", "log": "words", "__init__": "package"}
 LAYER_OF |= {folder: folder for folder in ("device", "pools", "copy", "integrations")}
-LAYER_OF |= {"bench": "integrations", "__main__": "integrations"}
+LAYER_OF |= {"bench": "integrations", "metrics": "integrations", "__main__": "integrations"}
 
 
 def layer_of(module: str) -> str:

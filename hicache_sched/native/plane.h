@@ -60,8 +60,9 @@ struct Copied {
 };
 
 struct Burst {
-  Burst(std::shared_ptr<Doorbell> doorbell, std::shared_ptr<Waiter> observer, std::size_t layers)
-      : progress(std::move(doorbell), std::move(observer)), num_layers(layers) {}
+  Burst(std::shared_ptr<Doorbell> doorbell, std::shared_ptr<Waiter> observer, std::size_t layers, bool keeps_times)
+      : progress(std::move(doorbell), std::move(observer), keeps_times ? std::make_unique<Times>(layers) : nullptr),
+        num_layers(layers) {}
 
   Progress progress;
   const std::size_t num_layers;
@@ -122,7 +123,9 @@ class Plane {
     copied->pools = pools_;
     return copied;
   }
-  BurstPtr new_burst() const { return std::make_shared<Burst>(doorbell_, observer_, bases_->num_layers); }
+  BurstPtr new_burst(bool keeps_times) const {
+    return std::make_shared<Burst>(doorbell_, observer_, bases_->num_layers, keeps_times);
+  }
   void hand_over(const BurstPtr& burst, std::int64_t id);  // a second time, where the first was interrupted
   Stop submit();       // blocks
   void observe();      // blocks

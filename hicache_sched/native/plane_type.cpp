@@ -1,6 +1,7 @@
 // The native data plane for Python. Methods are called with the GIL; those that block let go of it.
 #include "plane_type.h"
 
+#include <algorithm>
 #include <cmath>
 #include <exception>
 #include <limits>
@@ -227,6 +228,40 @@ PyObject* get_progress_at(PyObject* self, void*) {
   return PyFloat_FromDouble(held<BurstPtr>(self)->progress.progress_at());
 }
 
+// A time, by reference as it is not to be read before the flag that says that it is there.
+PyObject* time_or_none(bool is_there, const double& time) {
+  return is_there ? PyFloat_FromDouble(time) : Py_NewRef(Py_None);
+}
+
+PyObject* times_of_layers(const Progress& progress, Mark mark) {
+  const std::vector<double>& times = progress.times()->layers[mark];
+  const auto count = std::min(static_cast<std::size_t>(progress.layers(mark)), times.size());
+  PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(count));
+  for (std::size_t layer = 0; tuple != nullptr && layer < count; ++layer) {
+    PyObject* time = PyFloat_FromDouble(times[layer]);
+    if (time == nullptr) {
+      Py_CLEAR(tuple);
+    } else {
+      PyTuple_SET_ITEM(tuple, static_cast<Py_ssize_t>(layer), time);
+    }
+  }
+  return tuple;
+}
+
+// When it got where, as ProgressTimes has it; None where that was not kept.
+PyObject* times_of(PyObject* self, PyObject*) {
+  const Progress& progress = held<BurstPtr>(self)->progress;
+  const Times* times = progress.times();
+  if (times == nullptr) {
+    Py_RETURN_NONE;
+  }
+  // Py_BuildValue lets go of what it was given where one of them is null.
+  return Py_BuildValue("(NNNNN)", time_or_none(progress.has_begun(), times->begun),
+                       time_or_none(progress.is_planned(), times->planned),
+                       time_or_none(progress.is_submitted(), times->submitted), times_of_layers(progress, kEnqueued),
+                       times_of_layers(progress, kLanded));
+}
+
 PyObject* get_num_bytes(PyObject* self, void*) { return PyLong_FromLongLong(held<BurstPtr>(self)->num_bytes); }
 
 template <void (Progress::*Step)()>
@@ -338,6 +373,7 @@ PyMethodDef burst_methods[] = {
     {"mark_ended", mark_ended, METH_NOARGS, nullptr},
     {"want_enqueued", want<kEnqueued>, METH_O, nullptr},
     {"want_landed", want<kLanded>, METH_O, nullptr},
+    {"times", times_of, METH_NOARGS, nullptr},
     {"read_indices", read_indices, METH_NOARGS, nullptr},
     {"plan", plan_of, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -495,9 +531,14 @@ PyObject* new_plane(PyTypeObject* type, PyObject* args, PyObject*) {
   }
 }
 
-PyObject* new_burst(PyObject* self, PyObject*) {
+// new_burst(whether it keeps times)
+PyObject* new_burst(PyObject* self, PyObject* keeps_times) {
+  const int keeps = PyObject_IsTrue(keeps_times);
+  if (keeps < 0) {
+    return nullptr;
+  }
   BurstPtr* burst = nullptr;
-  const bool is_made = guarded([&] { burst = new BurstPtr(held<PlanePtr>(self)->new_burst()); });
+  const bool is_made = guarded([&] { burst = new BurstPtr(held<PlanePtr>(self)->new_burst(keeps == 1)); });
   return is_made ? hold(burst_type, burst) : nullptr;
 }
 
@@ -632,7 +673,7 @@ PyObject* add_layer(PyObject* self, PyObject* const* args, Py_ssize_t num_args) 
 }
 
 PyMethodDef plane_methods[] = {
-    {"new_burst", new_burst, METH_NOARGS, nullptr},
+    {"new_burst", new_burst, METH_O, nullptr},
     {"hand_over", fast(hand_over), METH_FASTCALL, nullptr},
     {"submit", live<&Plane::submit>, METH_NOARGS, nullptr},
     {"observe", observe, METH_NOARGS, nullptr},

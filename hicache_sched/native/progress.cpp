@@ -34,13 +34,16 @@ void Doorbell::silence() {
   [[maybe_unused]] const int ignored = eventfd_read(fd_, &count);
 }
 
-Progress::Progress(std::shared_ptr<Doorbell> doorbell, std::shared_ptr<Waiter> observer)
-    : doorbell_(std::move(doorbell)), observer_(std::move(observer)), progress_at_(now()) {}
+Progress::Progress(std::shared_ptr<Doorbell> doorbell, std::shared_ptr<Waiter> observer, std::unique_ptr<Times> times)
+    : doorbell_(std::move(doorbell)), observer_(std::move(observer)), times_(std::move(times)), progress_at_(now()) {}
 
 bool Progress::begin() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (given_up_) {
     return false;
+  }
+  if (times_ != nullptr && !begun_) {
+    times_->begun = now();
   }
   begun_ = true;
   return true;
@@ -55,12 +58,28 @@ bool Progress::give_up(bool unless_begun) {
   return true;
 }
 
+void Progress::mark_planned() {
+  if (times_ != nullptr && !planned_) {
+    times_->planned = now();
+  }
+  planned_ = true;
+}
+
 void Progress::advance(Mark mark, std::int64_t layers) {
-  if (layers <= layers_[mark]) {
+  const std::int64_t before = layers_[mark];
+  if (layers <= before) {
     return;
   }
   if (mark == kLanded) {
     progress_at_ = now();
+  }
+  if (times_ != nullptr) {
+    std::vector<double>& times = times_->layers[mark];
+    const auto last = std::min(layers, static_cast<std::int64_t>(times.size()));
+    const double time = mark == kLanded ? progress_at() : now();
+    for (std::int64_t layer = before; layer < last; ++layer) {
+      times[static_cast<std::size_t>(layer)] = time;
+    }
   }
   layers_[mark] = layers;
   bool is_wanted = false;
@@ -85,7 +104,13 @@ void Progress::advance(Mark mark, std::int64_t layers) {
 }
 
 void Progress::mark_submitted() {
-  submitted_ = true;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (times_ != nullptr && !submitted_) {
+      times_->submitted = now();
+    }
+    submitted_ = true;
+  }
   observer_->wake();
 }
 

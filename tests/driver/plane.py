@@ -128,7 +128,7 @@ class Sut:
         for event in made[:2]:
             self.driver.record(event, STREAM)
         self._kept.append(events)  # the burst has their addresses only
-        burst = self.plane.new_burst()
+        burst = self.plane.new_burst(False)
         burst.set_up(self._kept, events.start, events.fence, events.all, indices)
         self._num_bursts += 1
         self.plane.hand_over(burst, self._num_bursts)

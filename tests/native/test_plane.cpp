@@ -376,7 +376,7 @@ struct World {
   // One that moves nothing yet.
   BurstPtr new_burst(bool with_fence = true) {
     const Handle first = 100 * (1 + static_cast<Handle>(all.size()));
-    BurstPtr burst = plane->new_burst();
+    BurstPtr burst = plane->new_burst(keeps_times);
     memory.emplace_back();
     for (Handle event = 0; event < static_cast<Handle>(kLayers) + 2; ++event) {
       memory.back().push_back(first + 10 + event);
@@ -494,6 +494,7 @@ struct World {
     CHECK(wanted == dst);
   }
 
+  bool keeps_times = false;  // of bursts that are made from now on
   const std::shared_ptr<Script> device = std::make_shared<Script>();
   const Int dst_tokens;
   std::shared_ptr<Plane> plane;
@@ -693,6 +694,52 @@ void a_burst_is_submitted_in_order_and_then_followed_layer_by_layer() {
   CHECK(progress.is_planned() && progress.is_submitted() && progress.is_finish_recorded() && progress.has_ended());
   CHECK(!progress.is_given_up() && !burst->has_failed_on_device);
   world.check_loaded({burst});
+}
+
+// Whatever has been reached has a time, and these are in order; nothing else has one.
+void check_times(const Progress& progress) {
+  const Times& times = *progress.times();
+  CHECK((times.begun != 0) == progress.has_begun() && (times.planned != 0) == progress.is_planned());
+  CHECK((times.submitted != 0) == progress.is_submitted());
+  CHECK(times.planned == 0 || (0 < times.begun && times.begun <= times.planned));
+  double last = times.planned;
+  for (std::size_t layer = 0; layer < kLayers; ++layer) {
+    const double enqueued = times.layers[kEnqueued][layer], landed = times.layers[kLanded][layer];
+    CHECK((enqueued != 0) == progress.has(kEnqueued, static_cast<Int>(layer)));
+    CHECK((landed != 0) == progress.has(kLanded, static_cast<Int>(layer)));
+    CHECK(enqueued == 0 || (last <= enqueued && enqueued <= times.submitted));
+    CHECK(landed == 0 || (enqueued != 0 && enqueued <= landed && landed <= now()));
+    last = enqueued;
+  }
+}
+
+void a_burst_keeps_times_where_it_was_made_to() {
+  World world;
+  const BurstPtr without = world.a_burst();
+  world.keeps_times = true;
+  const double before = now();
+  const BurstPtr with = world.a_burst();
+  Threads threads(world);
+  world.hand_over(without), world.hand_over(with);
+  threads.stop();
+  CHECK(without->progress.times() == nullptr);
+  CHECK(with->progress.times()->begun >= before && with->progress.has(kLanded, kLayers - 1));
+  check_times(with->progress);
+  CHECK(with->progress.times()->submitted <= now());
+}
+
+void a_burst_that_fails_has_times_of_what_it_got_to() {
+  World world;
+  world.keeps_times = true;
+  const BurstPtr burst = world.a_burst();
+  world.device->judge = [&](const std::string& text) {
+    return text == World::record(world.event(burst, 3)) ? a_failure(4) : Status{};
+  };
+  Threads threads(world);
+  world.hand_over(burst);
+  threads.stop();
+  CHECK(burst->progress.layers(kEnqueued) == 2 && burst->progress.layers(kLanded) == 2);
+  check_times(burst->progress);
 }
 
 void without_a_fence_nobody_waits_for_one() {
@@ -1227,7 +1274,7 @@ void of_a_burst_that_was_given_up_before_no_call_is_made() {
 
 void a_burst_that_was_not_set_up_comes_out_interrupted_before_a_call() {
   World world;
-  const BurstPtr burst = world.plane->new_burst();
+  const BurstPtr burst = world.plane->new_burst(false);
   world.plane->hand_over(burst, 7);
   std::thread([&] {
     const Plane::Stop stop = world.plane->submit();
@@ -1564,6 +1611,81 @@ void progress_is_dated_when_a_layer_lands() {
   CHECK(progress.progress_at() > made && progress.progress_at() <= now());
 }
 
+void every_step_is_timed_once_where_somebody_wants_to_know() {
+  Progress progress(std::make_shared<Doorbell>(), std::make_shared<Waiter>(), std::make_unique<Times>(4));
+  const Times& times = *progress.times();
+  double last = now();
+  // That a time was taken since this was last asked.
+  const auto is_new = [&](double time) {
+    const bool is_between = time >= last && time <= now();
+    for (last = now(); now() == last;) {
+    }
+    last = now();
+    return is_between;
+  };
+  progress.begin();
+  CHECK(is_new(times.begun));
+  progress.mark_planned();
+  CHECK(is_new(times.planned));
+  progress.advance(kEnqueued, 1);
+  CHECK(is_new(times.layers[kEnqueued][0]));
+  progress.advance(kEnqueued, 3);  // two at once
+  const double second = times.layers[kEnqueued][1];
+  CHECK(is_new(second) && times.layers[kEnqueued][2] == second);
+  progress.advance(kLanded, 2);
+  CHECK(is_new(times.layers[kLanded][0]) && times.layers[kLanded][1] == progress.progress_at());
+  CHECK(times.layers[kLanded][0] == progress.progress_at());
+  progress.mark_submitted();
+  CHECK(is_new(times.submitted));
+
+  const Times before = times;
+  progress.begin(), progress.mark_planned(), progress.mark_submitted();
+  progress.advance(kEnqueued, 2), progress.advance(kLanded, 2);
+  CHECK(times.begun == before.begun && times.planned == before.planned && times.submitted == before.submitted);
+  CHECK(times.layers[kEnqueued] == before.layers[kEnqueued] && times.layers[kLanded] == before.layers[kLanded]);
+  CHECK(times.layers[kEnqueued][3] == 0 && times.layers[kLanded][2] == 0);
+  progress.advance(kEnqueued, 1000);  // there are no such layers
+  CHECK(is_new(times.layers[kEnqueued][3]) && times.layers[kEnqueued].size() == 4);
+}
+
+void who_sees_a_step_sees_its_time() {
+  for (int round = 0; round < 200; ++round) {
+    constexpr Int kMany = 40;
+    Progress progress(std::make_shared<Doorbell>(), std::make_shared<Waiter>(), std::make_unique<Times>(kMany));
+    const Times& times = *progress.times();
+    const double before = now();
+    std::thread plane([&] {
+      progress.begin();
+      progress.mark_planned();
+      for (Int layer = 1; layer <= kMany; ++layer) {
+        progress.advance(kEnqueued, layer);
+      }
+      progress.mark_submitted();
+    });
+    std::thread observer([&] {
+      for (Int layer = 0; layer < kMany; ++layer) {
+        while (!progress.has(kEnqueued, layer)) {
+        }
+        progress.advance(kLanded, layer + 1);
+      }
+      progress.mark_submitted();  // as who ends a burst does
+    });
+    for (Int layer = 0; layer < kMany; ++layer) {
+      while (!progress.has(kLanded, layer)) {
+      }
+      const auto at = static_cast<std::size_t>(layer);
+      CHECK(before <= times.begun && times.begun <= times.planned && times.planned <= times.layers[kEnqueued][0]);
+      CHECK(times.layers[kEnqueued][at] <= times.layers[kLanded][at] && times.layers[kLanded][at] <= now());
+    }
+    while (!progress.is_submitted()) {
+    }
+    const double submitted = times.submitted;
+    CHECK(before <= submitted && submitted <= now());
+    plane.join(), observer.join();
+    CHECK(times.submitted == submitted);
+  }
+}
+
 // A layer is waited for while another thread gets there; where a ring or a wake-up is lost, this does not end.
 void no_ring_and_no_wake_up_is_lost_however_it_races() {
   for (int round = 0; round < 400; ++round) {
@@ -1843,6 +1965,7 @@ void any_program_ends_every_burst_once_and_in_order(unsigned seed) {
   const bool fails = chance(2), gives_up = chance(2), is_held = !chance(3);
   std::vector<bool> is_wrong(kBursts), is_owned(kBursts);
   for (Int i = 0; i < kBursts; ++i) {
+    world.keeps_times = i % 2 == 0;
     const BurstPtr burst = world.new_burst(chance(2));
     const auto how = [&](bool may_be_on_device) {
       const Int strides[] = {1, 1, 2, 5, -1, -3};
@@ -2002,6 +2125,11 @@ void any_program_ends_every_burst_once_and_in_order(unsigned seed) {
       ++num_ok;
     }
   }
+  for (const BurstPtr& burst : world.all) {
+    if (burst->progress.times() != nullptr) {
+      check_times(burst->progress);
+    }
+  }
   CHECK(wanted == world.dst);
   CHECK(num_ok > 0 || fails || gives_up);
   CHECK(!world.device->keeps_bound || world.device->most_outstanding <= world.device->most_layers);
@@ -2012,6 +2140,8 @@ void any_program_ends_every_burst_once_and_in_order(unsigned seed) {
 int main() {
   alarm(120);  // what does not come to its end
   a_burst_is_submitted_in_order_and_then_followed_layer_by_layer();
+  a_burst_keeps_times_where_it_was_made_to();
+  a_burst_that_fails_has_times_of_what_it_got_to();
   without_a_fence_nobody_waits_for_one();
   flags_and_watermarks_are_never_ahead_of_the_calls();
   indices_on_the_host_are_read_without_a_device_call();
@@ -2056,6 +2186,8 @@ int main() {
   an_observer_is_woken_by_whoever_begins_to_wait_for_a_landing();
   the_first_layer_that_is_waited_for_is_known();
   progress_is_dated_when_a_layer_lands();
+  every_step_is_timed_once_where_somebody_wants_to_know();
+  who_sees_a_step_sees_its_time();
   no_ring_and_no_wake_up_is_lost_however_it_races();
   of_begin_and_give_up_one_wins();
   for (int round = 0; round < 20; ++round) {

@@ -36,6 +36,7 @@ from hicache_sched.device import EmulatedDevice, at_exit
 from hicache_sched.progress import Progress
 from tests.builders import LaunchingBackend, hand_out, load_op, running_functions
 from tests.scheduler.conftest import PLANES
+from tests.scheduler.hearing import Hearing
 
 PLANE = "auto"
 """The data plane of a scenario's schedulers; set in its process."""
@@ -366,6 +367,9 @@ def every_use_raises(scheduler: TransferScheduler, landed: LoadHandle, handle: L
         "pop_acks": scheduler.pop_acks,
         "handle_for": lambda: scheduler.handle_for(0),
         "stats": scheduler.stats,
+        "stats without a look": lambda: scheduler.stats(observe=False),
+        "listen": lambda: scheduler.listen(Hearing()),
+        "unlisten": lambda: scheduler.unlisten(Hearing()),
         "idle": lambda: scheduler.idle,
         "start": scheduler.start,
         "reset": scheduler.reset,

@@ -25,12 +25,14 @@ from hicache_sched.event_set import EventSetPool
 from hicache_sched.failure import FailureDesk
 from hicache_sched.job import Jobs
 from hicache_sched.landing import BurstEnd
+from hicache_sched.listeners import BurstClock
 from hicache_sched.native_plane import NativePlane
 from hicache_sched.protocol import TransferProtocol
 from hicache_sched.submission import Submission
 from hicache_sched.waiting import LoopWaiter, NativeWaiter, ThreadWaiter, wake_all
 from tests.builders import LaunchingBackend, MakeScheduler, hand_out, load_op
 from tests.scheduler.crowd import WAIT, Loops, errors_of, eventually, in_thread, parked_crowd
+from tests.scheduler.hearing import Hearing
 
 NUM_LAYERS = 4
 WORKER, OBSERVER, LOOP = "hicache-sched-worker", "hicache-sched-observer", "hicache-sched"
@@ -54,7 +56,7 @@ def kill(name: str, error: type[BaseException] = SystemExit) -> None:
 
 @dataclass
 class Setup:
-    """A scheduler on one kind of loop, and what its `on_ack` was told.
+    """A scheduler on one kind of loop, and what its `on_ack` and a listener were told.
 
     Attributes:
         on_ack: what `on_ack` does besides.
@@ -65,9 +67,10 @@ class Setup:
     scheduler: TransferScheduler
     acks: list[Any] = field(default_factory=list)
     on_ack: Callable[[Any], object] = lambda ack: None
+    hearing: Hearing = field(default_factory=Hearing)
 
     def assert_served(self, *statuses: AckStatus) -> None:
-        """The next burst is served, and there has been one ack of each, in order, by either way."""
+        """The next burst is served, and there has been one ack of each, in order, by every way."""
         assert hand_out(self.scheduler, 99).result(WAIT).status is AckStatus.OK
         for name in (WORKER, OBSERVER, LOOP):
             assert thread_named(name).is_alive()
@@ -75,7 +78,7 @@ class Setup:
         acks = self.scheduler.pop_acks()
         assert [ack.burst_id for ack in acks] == list(range(1, len(statuses) + 2))
         assert [ack.status for ack in acks] == [*statuses, AckStatus.OK]
-        assert self.acks == acks
+        assert self.acks == self.hearing.acks == acks
 
     def on_the_loop(self, fn: Callable[[], object]) -> None:
         """Have the loop thread call `fn`."""
@@ -137,6 +140,7 @@ def make_setup(device: EmulatedDevice, make_scheduler: MakeScheduler, event_loop
         backend = LaunchingBackend(device)
         scheduler = make_scheduler(backend, on_ack=acknowledge, event_loop=event_loop, **config)
         setup = Setup(device, backend, scheduler)
+        scheduler.listen(setup.hearing)
         return setup
 
     return make
@@ -508,6 +512,7 @@ STEPS = [
     Step(LOOP, Burst, "forget"),
     Step(LOOP, Delivery, "run"),
     Step(LOOP, Delivery, "_deliver"),
+    Step(LOOP, BurstClock, "begin_job"),
     Step(LOOP, TransferProtocol, "next_undelivered"),
     Step(LOOP, TransferProtocol, "delivered"),
     Step(LOOP, LoopWaiter, "_resolve"),
