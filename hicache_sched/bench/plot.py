@@ -80,7 +80,7 @@ def draw(timelines: Sequence[Timeline]) -> Figure:
     kinds = {span.kind for timeline in timelines for span in timeline.spans}
     handles: list[Any] = [Patch(label=WORDS[kind], **_look(kind, 0)) for kind in SHADES if kind in kinds]
     if any(timeline.instants for timeline in timelines):
-        handles.append(Line2D([], [], label="landed", linestyle="none", **INSTANT))
+        handles.append(Line2D([], [], label="seen to have landed", linestyle="none", **INSTANT))
     place: dict[str, Any] = {"loc": "outside lower center", "ncols": len(handles), "columnspacing": 1.4}
     figure.legend(handles=handles, fontsize=TEXT, handlelength=1.6, frameon=False, **place)
     figure.draw_without_rendering()  # sizes are known now, and they say what has room where

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
-from hicache_sched import LoadHandle, LoadOp, SchedulerConfig, TransferScheduler
+from hicache_sched import LoadAck, LoadHandle, LoadOp, SchedulerConfig, TransferScheduler
 from hicache_sched.bench.overlap import OverlapBench, backend_of
 from hicache_sched.bench.timeline import (
     COMPUTE_ENGINE,
@@ -22,8 +22,10 @@ from hicache_sched.bench.timeline import (
     Timeline,
 )
 from hicache_sched.bench.workload import PAGE_SIZE, hand_out, make_op, make_pair
+from hicache_sched.burst_times import BurstTimes
 from hicache_sched.device import EmulatedDevice, EmulatedStream
 from hicache_sched.device.emulated_core import DeviceOperation
+from hicache_sched.listeners import StallKind
 
 SHORTEST_WAIT: Final = 20e-6
 """Seconds. What is shorter is no wait, but what it takes to see that there is nothing to wait for."""
@@ -64,7 +66,8 @@ def record_forward(
 
     :param compute: seconds that a layer takes to compute.
     """
-    stream = device.Stream()
+    stream, kept = device.Stream(), _Kept()
+    scheduler.listen(kept)
     with ThreadPoolExecutor(1, MODEL_THREAD) as model_thread:
         model_thread.submit(time.monotonic).result()  # it is started
         operations = device.record_operations()
@@ -75,13 +78,30 @@ def record_forward(
         stream.synchronize()
         handle.result()
         scheduler.pop_acks()
+    times = kept.times.result()
+    scheduler.unlisten(kept)
+    burst, landings = burst_spans(times, DATA_PLANE if times.job_began is not None else ENGINE_SCHEDULER)
     spans = chain(
         (Span(ENGINE_SCHEDULER, "hand-out", asked, handed_out, "hand-out"),),
+        burst,
         _launching(launches),
         _copies([each for each in operations if each.engine == "h2d"]),
         _forwards(launches, [each for each in operations if each.engine == "compute"]),
     )
-    return Timeline(title, tuple(spans))
+    return Timeline(title, tuple(spans), tuple(landings))
+
+
+class _Kept:
+    """A listener that keeps when one burst got where."""
+
+    def __init__(self) -> None:
+        self.times: Future[BurstTimes] = Future()
+
+    def burst_ended(self, ack: LoadAck, times: BurstTimes) -> None:
+        self.times.set_result(times)
+
+    def stalled(self, what: StallKind) -> None:
+        """The picture shows it."""
 
 
 class _Launch(NamedTuple):
@@ -128,38 +148,6 @@ def _forwards(launches: Sequence[_Launch], operations: Sequence[DeviceOperation]
         free = operation.end
 
 
-class BurstTimes(Protocol):
-    """When a burst got how far, in `time.monotonic` seconds; None for what did not happen."""
-
-    @property
-    def handed_out(self) -> float | None:
-        """Its hand-out returned."""
-
-    @property
-    def job_began(self) -> float | None:
-        """Its job on the loop went to work."""
-
-    @property
-    def begun(self) -> float | None:
-        """The data plane took it."""
-
-    @property
-    def planned(self) -> float | None:
-        """It was prepared."""
-
-    @property
-    def ended(self) -> float | None:
-        """Its ack was there."""
-
-    @property
-    def enqueued(self) -> Sequence[float | None]:
-        """By layer: it was submitted."""
-
-    @property
-    def landed(self) -> Sequence[float | None]:
-        """By layer: the device was seen to have completed it."""
-
-
 def burst_spans(times: BurstTimes, submits_on: str = DATA_PLANE) -> tuple[list[Span], list[Instant]]:
     """What the data plane and the loop did for a burst.
 
@@ -181,6 +169,9 @@ def burst_spans(times: BurstTimes, submits_on: str = DATA_PLANE) -> tuple[list[S
             break
         spans.append(Span(submits_on, f"submit layer {layer}", begin, enqueued, "submit", layer))
         begin = enqueued
-    landed = enumerate(times.landed)
-    instants = [Instant(submits_on, f"layer {layer} landed", at, layer) for layer, at in landed if at is not None]
+    # Inline they are seen when somebody asks, which says nothing of the device.
+    landed = enumerate(times.landed if submits_on == DATA_PLANE else ())
+    instants = [
+        Instant(submits_on, f"layer {layer} seen to have landed", at, layer) for layer, at in landed if at is not None
+    ]
     return spans, instants
