@@ -1686,6 +1686,32 @@ void who_sees_a_step_sees_its_time() {
   }
 }
 
+void of_two_who_mark_it_submitted_the_first_is_timed() {
+  constexpr int kRounds = 3000;
+  const auto doorbell = std::make_shared<Doorbell>();
+  const auto observer = std::make_shared<Waiter>();
+  std::vector<std::unique_ptr<Progress>> bursts;
+  for (int round = 0; round < kRounds; ++round) {
+    bursts.push_back(std::make_unique<Progress>(doorbell, observer, std::make_unique<Times>(1)));
+  }
+  std::atomic<int> there{0};
+  std::vector<double> seen[2];
+  const auto mark = [&](int who) {
+    for (int round = 0; round < kRounds; ++round) {
+      ++there;
+      while (there < 2 * (round + 1)) {
+      }
+      Progress& progress = *bursts[static_cast<std::size_t>(round)];
+      progress.mark_submitted();
+      seen[who].push_back(progress.times()->submitted);
+    }
+  };
+  std::thread other([&] { mark(1); });
+  mark(0);
+  other.join();
+  CHECK(seen[0] == seen[1]);
+}
+
 // A layer is waited for while another thread gets there; where a ring or a wake-up is lost, this does not end.
 void no_ring_and_no_wake_up_is_lost_however_it_races() {
   for (int round = 0; round < 400; ++round) {
@@ -2188,6 +2214,7 @@ int main() {
   progress_is_dated_when_a_layer_lands();
   every_step_is_timed_once_where_somebody_wants_to_know();
   who_sees_a_step_sees_its_time();
+  of_two_who_mark_it_submitted_the_first_is_timed();
   no_ring_and_no_wake_up_is_lost_however_it_races();
   of_begin_and_give_up_one_wins();
   for (int round = 0; round < 20; ++round) {
