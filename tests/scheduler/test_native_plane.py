@@ -348,12 +348,13 @@ def test_ctrl_c_in_one_who_looks_keeps_nobody_from_being_told(
 ) -> None:
     acks: list[int] = []
     scheduler = make_scheduler(PooledBackend([make_pair()]), on_ack=lambda ack: acks.append(ack.burst_id), num_slots=1)
+    interrupted = 0
     for num_bursts in itertools.count(1):
         handle = held_burst(device, scheduler)
         waiter = in_thread(partial(handle.result, WAIT))
         eventually(partial(bool, handle._burst._waiters))
         device.resume("h2d")
-        interrupt = InterruptAfterCall(function, num_bursts - 1)
+        interrupt = InterruptAfterCall(function, interrupted)
         sys.setprofile(interrupt)
         try:
             while not handle.done():
@@ -363,11 +364,13 @@ def test_ctrl_c_in_one_who_looks_keeps_nobody_from_being_told(
         finally:
             sys.setprofile(None)
         assert waiter.result(WAIT).status is AckStatus.OK
-        if not interrupt.done:
+        if interrupt.done:
+            interrupted += 1
+        elif interrupted or num_bursts == 100:  # on a busy machine the observer may have been first
             break
     eventually(lambda: len(acks) == num_bursts)
     assert acks == [ack.burst_id for ack in scheduler.pop_acks()] == list(range(1, num_bursts + 1))
-    assert num_bursts > 1, "it was interrupted at all"
+    assert interrupted, "it was interrupted at all"
 
 
 def test_one_who_looks_does_not_wait_for_a_finish_that_blocks(
