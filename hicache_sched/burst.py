@@ -189,11 +189,15 @@ class Burst:
             self.needs_finish = True
             self.progress.mark_planned()
 
-    def advance_enqueued(self, watermark: int) -> None:
+    def advance_enqueued(self, watermark: int) -> bool:
+        """
+        :return: whether somebody of the engine's waited for that.
+        """
         with self.lock:
             self.progress.advance_enqueued(watermark)
             waiters = self._waiting_for(("enqueued", watermark - 1))
         wake_all(waiters)
+        return any(waiter.name for waiter in waiters)
 
     def fail(self, stage: str, layer: int | None, error: BaseException) -> bool:
         """Mark it failed; waiters on what will not come are released. False if it is past failing."""

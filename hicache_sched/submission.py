@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -14,6 +16,7 @@ from hicache_sched.errors import SchedulerClosedError
 from hicache_sched.event_set import EventSet, EventSetPool
 from hicache_sched.failure import FailureDesk
 from hicache_sched.in_flight import InFlight
+from hicache_sched.waiting import give_way
 
 
 class PlanExecutor(Protocol):
@@ -58,6 +61,8 @@ class Submission:
         self._in_flight = in_flight
         self._executor = executor
         self.stopped = False
+        self._woke_somebody = False  # who may not have run since
+        self._gave_way_at = 0.0  # in `time.monotonic` seconds
         self._inline_thread: int | None = None
 
     @property
@@ -213,9 +218,18 @@ class Submission:
     def _layer_done(self, burst: Burst, events: EventSet, layer: int, in_flight: InFlight | None) -> None:
         """After a layer's copies."""
         events.layers[layer].record(self._h2d_stream)
-        burst.advance_enqueued(layer + 1)
+        is_awaited = burst.advance_enqueued(layer + 1)
         if in_flight is not None:
             in_flight.add(burst, layer)
+            self._woke_somebody |= is_awaited
+            self._let_woken_run()
+
+    def _let_woken_run(self) -> None:
+        """Whoever was woken needs the GIL to go on, and would not get it before this thread has had it for the switch
+        interval, or for many times that where others want it, too. After half of one it is given up."""
+        if self._woke_somebody and time.monotonic() - self._gave_way_at >= sys.getswitchinterval() / 2:
+            give_way()
+            self._gave_way_at, self._woke_somebody = time.monotonic(), False
 
     def _fail(self, burst: Burst, events: EventSet, error: BaseException, in_flight: InFlight | None) -> None:
         """Fail the burst at the layer that is not enqueued.

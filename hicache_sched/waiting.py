@@ -33,6 +33,9 @@ class Pending(Enum):
 
 PENDING: Final = Pending.PENDING
 
+WAKE_UP_SECONDS: Final = 50e-6
+"""About what a thread that is woken needs until it runs."""
+
 
 class Waiter(Protocol):
     """Somebody to wake.
@@ -79,6 +82,12 @@ def wake_all(waiters: Iterable[Waiter]) -> None:
     finally:
         if remaining:
             wake_all(remaining)
+
+
+def give_way() -> None:
+    """Let go of the GIL for as long as a thread that was woken a moment ago needs to take it. A shorter release, such
+    as that of a call that returns at once, would only wake it up in vain."""
+    time.sleep(WAKE_UP_SECONDS)
 
 
 class ThreadWaiter:

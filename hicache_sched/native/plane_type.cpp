@@ -637,6 +637,9 @@ PyObject* has_room_for(PyObject* self, PyObject* layers) {
 
 PyObject* make_room(PyObject* self, PyObject*) {
   const PlanePtr plane = held<PlanePtr>(self);
+  if (plane->has_room_for(1)) {  // a thread that lets go of the GIL for a moment keeps those that wait for it from it
+    Py_RETURN_NONE;
+  }
   Status status;
   {
     const WithoutGil without;
