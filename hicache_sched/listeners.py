@@ -54,6 +54,8 @@ class Listeners:
         self.present: tuple[Listening, ...] = ()
 
     def add(self, listener: BurstListener) -> None:
+        if missing := [name for name in ("burst_ended", "stalled") if not callable(getattr(listener, name, None))]:
+            raise TypeError(f"a listener has the methods of BurstListener, and {listener!r} lacks {missing[0]}()")
         with self._lock:
             if self._find(listener) is not None:
                 raise HiCacheSchedError(f"{listener!r} listens to this scheduler already; unlisten() ends that")

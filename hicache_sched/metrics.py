@@ -73,11 +73,20 @@ class SchedulerMetrics:
         :param name: of the scheduler, for the label `scheduler`.
         :param registry: where the metrics are scraped.
         :raises HiCacheSchedError: a scheduler of that name is being measured in this registry.
-        :raises TypeError: `name` is no name.
+        :raises TypeError: one of these is something else.
+        :raises ValueError: `name` is no text that can be encoded.
         :raises SchedulerClosedError: this is a forked child of the scheduler's process.
         """
+        if not isinstance(scheduler, TransferScheduler):
+            raise TypeError(f"scheduler must be a TransferScheduler, not {scheduler!r}")
+        if not isinstance(registry, CollectorRegistry):
+            raise TypeError(f"registry must be a CollectorRegistry, not {registry!r}")
         if not isinstance(name, str) or not name:
             raise TypeError(f"name must be a string that is not empty, not {name!r}")
+        try:
+            name.encode()
+        except UnicodeEncodeError as exc:
+            raise ValueError(f"name {name!r} cannot be scraped: {exc.reason}") from None
         self._scheduler = scheduler
         self._name = name
         self._registry = registry
@@ -103,7 +112,8 @@ class SchedulerMetrics:
         """
         listener, self._listener = self._listener, None
         if listener is not None:
-            self._scheduler.unlisten(listener)
+            with suppress(SchedulerClosedError):  # in a forked child nobody tells it
+                self._scheduler.unlisten(listener)
             self._remove()
 
     def __enter__(self) -> Self:

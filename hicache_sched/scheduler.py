@@ -336,6 +336,7 @@ class TransferScheduler:
         that is logged and changes nothing. It must not close or reset the scheduler. From any thread, at any time; a
         hand-out that is under way is not told of. While nobody listens nothing is timed.
 
+        :raises TypeError: it is no listener.
         :raises HiCacheSchedError: it listens already.
         """
         self._guard.check()

@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 from urllib.request import urlopen
 
 import pytest
@@ -294,6 +294,19 @@ def test_what_is_no_name_is_refused(make_scheduler: MakeScheduler, endpoint: End
         SchedulerMetrics(make_scheduler(), name, endpoint.registry)
 
 
+def test_what_is_no_scheduler_or_registry_or_cannot_be_encoded_is_refused(
+    make_scheduler: MakeScheduler, endpoint: Endpoint
+) -> None:
+    scheduler, nothing = make_scheduler(), cast("Any", None)
+    with pytest.raises(TypeError, match="scheduler must be"):
+        SchedulerMetrics(nothing, "kv", endpoint.registry)
+    with pytest.raises(TypeError, match="registry must be"):
+        SchedulerMetrics(scheduler, "kv", nothing)
+    with pytest.raises(ValueError, match="cannot be scraped"):
+        SchedulerMetrics(scheduler, "\ud800", endpoint.registry)
+    assert list(endpoint.registry.collect()) == []
+
+
 def test_a_scheduler_may_have_two_registries_and_the_same_name_in_both(
     make_scheduler: MakeScheduler, endpoint: Endpoint
 ) -> None:
@@ -427,6 +440,15 @@ def test_a_forked_child_is_scraped_without_the_parents_gauges(
         assert endpoint.value("slots_in_use") is None
         scheduler._guard._pid = pid
         assert endpoint.value("slots_in_use") == 0
+
+
+def test_a_forked_child_can_close_them(make_scheduler: MakeScheduler, endpoint: Endpoint) -> None:
+    scheduler = make_scheduler()
+    metrics = SchedulerMetrics(scheduler, "kv", endpoint.registry)
+    pid, scheduler._guard._pid = scheduler._guard._pid, -1  # as a child sees it
+    metrics.close()
+    scheduler._guard._pid = pid
+    assert list(endpoint.registry.collect()) == []
 
 
 def test_a_scheduler_of_which_the_metrics_were_closed_can_go(device: EmulatedDevice, endpoint: Endpoint) -> None:

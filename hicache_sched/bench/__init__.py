@@ -1,1 +1,1 @@
-"""Measurements: `python -m hicache_sched bench`. Every figure is a ratio of two sides measured in one run."""
+"""Measurements: `python -m hicache_sched bench`. Both sides of a ratio are measured in one run, in turns."""

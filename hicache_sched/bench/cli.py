@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,12 +26,12 @@ from hicache_sched.bench.timeline import write_trace
 from hicache_sched.bench.wakeup import WakeupBench
 from hicache_sched.bench.workload import ROW_UNIT
 
-app = typer.Typer(no_args_is_help=True, help="Measure; every figure is a ratio of two sides measured in one run.")
+app = typer.Typer(no_args_is_help=True, help="Measure; both sides of a ratio in one run, in turns.")
 
 
 Json = Annotated[Path | None, typer.Option("--json", help="Write the results, with every round, to this file.")]
 Device = Annotated[str, typer.Option(help="auto, emulated or cuda.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything that is random.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of everything that is random.")]
 Rounds = Annotated[int, typer.Option(min=3, help="How often each side is measured.")]
 
 
@@ -91,16 +92,19 @@ def bench_overlap(
     seed: Seed = 0,
     rounds: Rounds = 5,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 32,
-    copy_ms: Annotated[float, typer.Option(min=0.01, help="Time that a layer's copies take on the link.")] = 1.0,
+    copy_ms: Annotated[float, typer.Option(min=0.01, max=1e6, help="Time of a layer's copies on the link.")] = 1.0,
     enqueue_ms: Annotated[float, typer.Option(min=0, help="CPU time to submit a layer that is not planned.")] = 2.4,
     trace: Annotated[
-        Path | None, typer.Option(help="Record one more burst each way, and write a trace for ui.perfetto.dev here.")
+        Path | None,
+        typer.Option(help="Record some more bursts each way; write a trace of one, for ui.perfetto.dev."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="The same as a picture, a PNG.")] = None,
 ) -> None:
     """A layer-wise forward while its layers are loaded: makespan against optimum, and the copy time that it hides."""
     _check_file("--trace", trace)
     _check_file("--plot", plot)
+    if trace is not None and trace == plot:
+        raise typer.BadParameter(f"--trace and --plot are the same file: {trace}")
     if plot is not None and find_spec("matplotlib") is None:
         raise typer.BadParameter("--plot needs matplotlib: pip install 'hicache-sched[bench]'")
     bench = OverlapBench(layers, copy_ms, enqueue_ms, rounds, seed)
@@ -150,8 +154,9 @@ def bench_serving(
     scale: Annotated[float, typer.Option(min=0.001, help="Of all these times, so that it takes less long.")] = 0.1,
 ) -> None:
     """Requests with shared prefixes through an engine that loads inline, on a plain thread, or by this package."""
-    if device_prefixes < batch:
-        raise typer.BadParameter(f"--device-prefixes must be at least --batch, which is {batch}, not {device_prefixes}")
+    needed = min(batch, prefixes)
+    if device_prefixes < needed:
+        raise typer.BadParameter(f"--device-prefixes must be at least {needed}, which a batch may need")
     bench = ServingBench(
         requests=requests,
         concurrency=concurrency,
@@ -182,8 +187,12 @@ def bench_all(
     seed: Seed = 0,
 ) -> None:
     """All of them, one after the other, as they are where nothing is said."""
+    device = _resolve(device)
     if json is not None:
-        json.mkdir(parents=True, exist_ok=True)
+        try:
+            json.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise typer.BadParameter(f"--json {json} cannot be a folder: {exc.strerror}") from None
 
     def file(name: str) -> Path | None:
         return None if json is None else json / f"{name}.json"
@@ -201,6 +210,7 @@ class _Run(Protocol):
 
 
 def _run(name: str, num_rounds: int, run: _Run, json: Path | None) -> None:
+    _check_file("--json", json)
     console = Console()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
@@ -220,6 +230,8 @@ def _check_file(option: str, file: Path | None) -> None:
         raise typer.BadParameter(f"{option} {file}: there is no folder {file.parent}")
     if file.is_dir():
         raise typer.BadParameter(f"{option} {file} is a folder")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise typer.BadParameter(f"{option} {file} cannot be written")
 
 
 def _check_row_bytes(row_bytes: int) -> None:

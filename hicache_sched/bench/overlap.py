@@ -149,7 +149,8 @@ def backend_of(pair: PoolPair, enqueue_ms: float) -> BurstBackend:
 
 NOTES = (
     "the device is emulated: copies and layers take the time that was asked for, and a layer computes nothing",
-    "optimum: each layer after its copy, and each copy after its submission, one of each at a time",
+    "optimum: computed from the times asked for, not measured: each layer after its copy, and each copy after its "
+    "submission, one of each at a time",
     "the plain loader thread is a FIFO queue, one thread and a flag per layer; it makes the same copies",
     "copy time hidden: the part of the copies' time that the forwards do not take longer for",
 )

@@ -149,7 +149,8 @@ def _forwards(launches: Sequence[_Launch], operations: Sequence[DeviceOperation]
 
 
 def burst_spans(times: BurstTimes, submits_on: str = DATA_PLANE) -> tuple[list[Span], list[Instant]]:
-    """What the data plane and the loop did for a burst.
+    """What the data plane and the loop did for a burst. Where the stream is full, a layer's submission has the wait for
+    room in it.
 
     :param submits_on: the track of the thread that submits, which inline is the engine scheduler's.
     """

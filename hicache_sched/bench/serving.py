@@ -156,7 +156,7 @@ def _rows(measured: Mapping[str, Mapping[str, Series]]) -> Iterator[Row]:
             sides = {name: values[what], INLINE: inline[what]}
             pairs = zip(values[what].values, inline[what].values, strict=True)
             change = Series(tuple(100 * (with_it / without - 1) for with_it, without in pairs))
-            yield Row(f"{what}, change in %", name, change, unit, sides, f"reference {reference}")
+            yield Row(f"{what}, change in %", name, change, unit, sides, f"reference, loader thread: {reference}")
     for name, values in measured.items():
         yield Row("blocked in hand-outs", name, values["blocked"], "s")
         yield Row("tokens loaded", name, values["loaded"], "tokens")

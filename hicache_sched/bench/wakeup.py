@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -110,20 +110,23 @@ class Point:
     scheduler: TransferScheduler
     thread_name: str
 
-    def hand_out(self) -> LoadHandle:
-        """A burst that is held, and enqueued."""
+    @contextmanager
+    def held_burst(self) -> Iterator[LoadHandle]:
+        """A burst that is enqueued, and held until the end."""
         self.device.hold("h2d")
-        handle = hand_out(self.scheduler, LoadOp(1, _ONE, _ONE))
-        while not handle.layer_enqueued(NUM_LAYERS - 1):
-            time.sleep(0.0001)
-        return handle
+        try:
+            handle = hand_out(self.scheduler, LoadOp(1, _ONE, _ONE))
+            while not handle.layer_enqueued(NUM_LAYERS - 1):
+                time.sleep(0.0001)
+            yield handle
+        finally:  # also after Ctrl-C: a close waits for the burst
+            self.device.resume("h2d")
 
     def let_land(self) -> None:
         """One layer after the other, each when the last has long landed."""
         for _ in range(NUM_LAYERS):
             time.sleep(0.002)
             self.device.step("h2d")
-        self.device.resume("h2d")
 
 
 _ONE = torch.zeros(1, dtype=torch.int64)
@@ -152,10 +155,11 @@ def _delays(point: Point, wait: Callable[[LoadHandle, list[float]], None], burst
     """Microseconds from a layer's landing until whoever waits for it goes on."""
     delays: list[float] = []
     for _ in range(bursts):
-        handle, resumed = point.hand_out(), list[float]()
-        thread = threading.Thread(target=wait, args=(handle, resumed))
-        thread.start()
-        point.let_land()
+        resumed: list[float] = []
+        with point.held_burst() as handle:
+            thread = threading.Thread(target=wait, args=(handle, resumed))
+            thread.start()
+            point.let_land()
         thread.join()
         handle.result()
         point.scheduler.pop_acks()
@@ -176,13 +180,12 @@ def _cpu_idle(point: Point, window: float, waiters: Sequence[threading.Thread] =
 
 def _cpu_waiting(point: Point, window: float) -> dict[str, float]:
     """The same while a burst does not get on and a thread and a coroutine wait for it."""
-    handle = point.hand_out()
-    threads = [threading.Thread(target=wait, args=(handle, [])) for wait in WAITERS.values()]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.05)  # until they sleep
-    measured = _cpu_idle(point, window, threads)
-    point.device.resume("h2d")
+    with point.held_burst() as handle:
+        threads = [threading.Thread(target=wait, args=(handle, [])) for wait in WAITERS.values()]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.05)  # until they sleep
+        measured = _cpu_idle(point, window, threads)
     for thread in threads:
         thread.join()
     handle.result()

@@ -80,6 +80,9 @@ def test_what_is_measured_is_a_burst_that_moves_every_byte_it_should(layout: Lay
         (["--row-bytes", "100"], "--row-bytes must be a multiple of 32"),
         (["--device", "tpu"], "--device must be auto, emulated or cuda"),
         (["--rounds", "1"], "'--rounds'"),
+        (["--seed", "-1"], "'--seed'"),
+        (["--json", "no/such/folder.json"], "there is no folder"),
+        (["--json", "/"], "is a folder"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_named(args: list[str], words: str) -> None:

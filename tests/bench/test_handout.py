@@ -37,10 +37,10 @@ def test_every_way_and_everything_that_grows_is_measured(monkeypatch: pytest.Mon
     for what in ("load() before it, p50", "hand-out, p50", "hand-out, p99"):
         assert [row.case for row in report.rows if row.what == what] == grown
     after_a_pause = [f"{name}, {handout.PAUSED}" for name in grown[:3]]
-    assert {row.case for row in report.rows if row.what == "growth of p50"} == {*grown, *after_a_pause}
+    assert [row.case for row in report.rows if row.what == "growth of p50"] == [
+        *(grown[1], after_a_pause[1], grown[2], after_a_pause[2], grown[3], grown[4]),
+    ]
     assert all(value > 0 for row in report.rows for value in row.result.values)
-    smallest = next(row for row in report.rows if row.what == "growth of p50")
-    assert set(smallest.result.values) == {1.0}
 
 
 def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:

@@ -221,6 +221,8 @@ def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_measured(
     files = {option: tmp_path}
     with pytest.raises(typer.BadParameter, match=f"--{option} .* is a folder"):
         cli.bench_overlap(**files)
+    with pytest.raises(typer.BadParameter, match="the same file"):
+        cli.bench_overlap(trace=tmp_path / "file", plot=tmp_path / "file")
     assert started == []
 
 

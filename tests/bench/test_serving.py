@@ -170,4 +170,4 @@ def test_too_few_prefixes_on_the_device_are_named() -> None:
     ended = run("bench", "serving", "--device-prefixes", "3", "--batch", "4")
 
     assert ended.returncode == 2
-    assert "--device-prefixes must be at least --batch" in ended.stderr
+    assert "--device-prefixes must be at least 4" in ended.stderr

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hicache_sched.bench.wakeup import PLANES, WAITERS, WakeupBench
+import pytest
+
+from hicache_sched.bench.wakeup import PLANES, WAITERS, Point, WakeupBench
 from tests.bench.reporting import report_of
 from tests.bench.test_command import run
 
@@ -25,6 +27,15 @@ def test_every_waiter_of_every_plane_is_measured_and_none_goes_on_before_its_lay
     assert [row.case for row in report.rows if row.what == "CPU time"] == [
         f"{state}, {plane} plane" for plane in PLANES for state in ("idle", "waiting")
     ]
+
+
+def test_ctrl_c_while_a_burst_is_held_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(point: Point) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Point, "let_land", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        WakeupBench(bursts=1, window=0.01, rounds=3, seed=0).run(lambda: None)
 
 
 def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:

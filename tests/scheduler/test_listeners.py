@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -305,6 +306,12 @@ def test_without_a_listener_nothing_is_timed(
 
 
 # -- who is told of what, and where -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("listener", [None, print, SimpleNamespace(burst_ended=print)])
+def test_what_is_no_listener_is_refused(make_scheduler: MakeScheduler, listener: Any) -> None:
+    with pytest.raises(TypeError, match=r"lacks (burst_ended|stalled)\(\)"):
+        make_scheduler().listen(listener)
 
 
 def test_a_listener_is_told_on_the_loop_thread_after_on_ack(make_scheduler: MakeScheduler, hearing: Hearing) -> None:
