@@ -32,6 +32,9 @@ app = typer.Typer(no_args_is_help=True, help="Measure; both sides of a ratio in 
 Json = Annotated[Path | None, typer.Option("--json", help="Write the results, with every round, to this file.")]
 Device = Annotated[str, typer.Option(help="auto, emulated or cuda.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of everything that is random.")]
+EmulatedOnly = Annotated[
+    str, typer.Option("--device", help="auto or emulated: it takes a device whose times can be set.")
+]
 Rounds = Annotated[int, typer.Option(min=3, help="How often each side is measured.")]
 
 
@@ -89,6 +92,7 @@ def bench_interference(
 @app.command("overlap")
 def bench_overlap(
     json: Json = None,
+    device: EmulatedOnly = "auto",
     seed: Seed = 0,
     rounds: Rounds = 5,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 32,
@@ -101,6 +105,7 @@ def bench_overlap(
     plot: Annotated[Path | None, typer.Option(help="The same as a picture, a PNG.")] = None,
 ) -> None:
     """A layer-wise forward while its layers are loaded: makespan against optimum, and the copy time that it hides."""
+    _check_emulated(device)
     _check_file("--trace", trace)
     _check_file("--plot", plot)
     if trace is not None and trace == plot:
@@ -121,12 +126,14 @@ def bench_overlap(
 @app.command("wakeup")
 def bench_wakeup(
     json: Json = None,
+    device: EmulatedOnly = "auto",
     seed: Seed = 0,
     rounds: Rounds = 5,
     bursts: Annotated[int, typer.Option(min=1, help="Bursts of four layers for each figure.")] = 25,
     window: Annotated[float, typer.Option(min=0.01, help="Seconds for which CPU time is counted.")] = 0.5,
 ) -> None:
     """How soon a coroutine and a blocked thread go on when their layer has landed, and what waiting costs."""
+    _check_emulated(device)
     bench = WakeupBench(bursts, window, rounds, seed)
     _run("wakeup", bench.num_rounds, bench.run, json)
 
@@ -134,6 +141,7 @@ def bench_wakeup(
 @app.command("serving")
 def bench_serving(
     json: Json = None,
+    device: EmulatedOnly = "auto",
     seed: Seed = 0,
     rounds: Rounds = 3,
     requests: Annotated[int, typer.Option(min=1, help="Requests to serve.")] = 500,
@@ -154,6 +162,7 @@ def bench_serving(
     scale: Annotated[float, typer.Option(min=0.001, help="Of all these times, so that it takes less long.")] = 0.1,
 ) -> None:
     """Requests with shared prefixes through an engine that loads inline, on a plain thread, or by this package."""
+    _check_emulated(device)
     needed = min(batch, prefixes)
     if device_prefixes < needed:
         raise typer.BadParameter(f"--device-prefixes must be at least {needed}, which a batch may need")
@@ -237,6 +246,11 @@ def _check_file(option: str, file: Path | None) -> None:
 def _check_row_bytes(row_bytes: int) -> None:
     if row_bytes % ROW_UNIT:
         raise typer.BadParameter(f"--row-bytes must be a multiple of {ROW_UNIT}, not {row_bytes}")
+
+
+def _check_emulated(device: str) -> None:
+    if device not in ("auto", "emulated"):
+        raise typer.BadParameter(f"--device must be auto or emulated here, not {device!r}")
 
 
 def _resolve(device: str) -> str:

@@ -91,6 +91,12 @@ class Report:
         console.print(table)
         for note in self.notes:
             console.print(f"- {note}")
+        console.print(f"- with {_words(self.parameters)}", highlight=False)
+        console.print(f"- on {_words(machine.describe())}", highlight=False)
+
+
+def _words(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _summary(series: Series) -> dict[str, Any]:

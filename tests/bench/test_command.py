@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import random
 import subprocess
 import sys
@@ -32,7 +33,8 @@ def test_bench_copy_prints_a_table_and_writes_every_round_with_the_machine(tmp_p
 
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "throughput" in ended.stdout
-    assert "the device is emulated" in ended.stdout
+    for said in ("the device is emulated", "row_bytes 512", f"python {platform.python_implementation()}"):
+        assert said in ended.stdout
     written = json.loads(file.read_text())
     assert written["parameters"] == {
         "device": "emulated",
@@ -90,6 +92,14 @@ def test_an_option_that_makes_no_sense_is_named(args: list[str], words: str) -> 
 
     assert ended.returncode == 2
     assert words in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["overlap", "wakeup", "serving"])
+def test_what_is_about_an_emulated_device_runs_on_no_other(name: str) -> None:
+    ended = run("bench", name, "--device", "cuda")
+
+    assert ended.returncode == 2
+    assert "--device must be auto or emulated" in ended.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
