@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_sched.bench.interference import LOADS, WAYS, InterferenceBench
+from hicache_sched.bench.interference import ALONE, LOADS, WAYS, InterferenceBench
 from hicache_sched.bench.workload import make_op, make_pair
 from hicache_sched.device import EmulatedDevice
 from tests.bench.reporting import report_of
@@ -42,6 +42,18 @@ def test_every_way_is_measured_under_every_load() -> None:
         assert len(row.result.values) == 3
         if row.what != "longest pause beyond its own":
             assert min(row.result.values) > 0
+
+
+def test_a_rate_is_set_against_that_beside_the_copies_alone() -> None:
+    bench = InterferenceBench("emulated", layers=2, pages=4, row_bytes=512, window=0.01, rounds=3, seed=0)
+    rows = {(row.what, row.case): row for row in report_of(bench).rows}
+
+    what = "the engine's own rate"
+    for (name, case), row in rows.items():
+        if name == f"{what}, to that beside {ALONE}":
+            own, beside = row.sides.values()
+            assert own == rows[what, case].result
+            assert beside == rows[what, f"{ALONE}, {case.rpartition(', ')[2]}"].result
 
 
 def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:

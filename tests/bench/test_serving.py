@@ -15,6 +15,7 @@ from hicache_sched.bench import prefill_engine
 from hicache_sched.bench.prefill_engine import Model, PrefillEngine, PrefixCache, Request
 from hicache_sched.bench.serving import INLINE, REFERENCE, WAYS, ServingBench, make_requests
 from hicache_sched.bench.ways import Burst
+from hicache_sched.copy import PooledBackend
 from hicache_sched.device import EmulatedDevice
 from tests.bench.reporting import report_of
 from tests.bench.test_command import run
@@ -88,6 +89,20 @@ def test_each_way_serves_every_request(name: str) -> None:
     assert served["throughput"] * served["wall time"] == pytest.approx(SMALL.requests)
     assert served["TTFT p50"] <= served["TTFT p95"] <= served["TTFT p99"] <= served["wall time"]
     assert served["loaded"] >= SMALL.prefix_pages * 64
+
+
+def test_what_was_not_loaded_as_it_is_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PooledBackend, "enqueue_layer", lambda *args: None)
+    with pytest.raises(RuntimeError, match="was not loaded as it is"):
+        SMALL.run(lambda: None)
+
+
+def test_each_run_begins_with_nothing_on_the_device() -> None:
+    cache = PrefixCache(4, 2, 4, SMALL.layers, np.random.default_rng(0))
+    requests = [Request(prefix, 10) for prefix in range(4)]
+    with EmulatedDevice() as device:
+        loaded = [SMALL._serve(device, cache, WAYS[INLINE], requests)["loaded"] for _ in range(2)]
+    assert loaded == [4 * 2 * 64] * 2
 
 
 def test_a_layer_is_computed_behind_its_copies_and_only_in_the_first_chunk(cache: PrefixCache) -> None:
