@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from hicache_sched import SchedulerConfig
+from hicache_sched import LoadOp, SchedulerConfig
 from hicache_sched.bench.measure import Series, Side, measure
 from hicache_sched.bench.plain_loader import plain_loader
 from hicache_sched.bench.report import Report, Row
@@ -23,6 +23,8 @@ from hicache_sched.pools import PoolPair
 RATIOS = (0.5, 1.0, 2.0)
 """Compute time of a layer to its copy time."""
 BACK_TO_BACK = 4
+PAGES, ROW_BYTES = 8, 512
+"""Of a burst: few, so that the time its copies take is the link's."""
 WAYS: dict[str, Way] = {
     "inline": scheduled(SchedulerConfig(mode="inline")),
     "plain loader thread": plain_loader,
@@ -53,16 +55,24 @@ class OverlapBench:
         """How often `on_round` will be called."""
         return self.rounds + 1
 
+    @property
+    def bandwidth(self) -> float:
+        """Of the link, in bytes/s: a layer's copies take `copy_ms` on it."""
+        return PAGES * ROW_BYTES * 2 / (self.copy_ms * 1e-3)
+
+    def load(self) -> tuple[PoolPair, LoadOp]:
+        """What is loaded, and into what."""
+        return make_pair(PAGES, self.layers, ROW_BYTES, "page_first_direct"), make_op(PAGES, self.seed)
+
     def run(self, on_round: Callable[[], None]) -> Report:
         """
         :param on_round: called now and then, for progress.
         """
-        pair, op = make_pair(8, self.layers, 512, "page_first_direct"), make_op(8, self.seed)
-        layer_bytes = 8 * 512 * 2
+        pair, op = self.load()
         sides: dict[str, Side] = {}
         cases: dict[str, _Case] = {}
         with ExitStack() as stack:
-            device = stack.enter_context(EmulatedDevice(h2d_bandwidth=layer_bytes / (self.copy_ms * 1e-3)))
+            device = stack.enter_context(EmulatedDevice(h2d_bandwidth=self.bandwidth))
             for enqueue_ms in dict.fromkeys((0.0, self.enqueue_ms)):
                 for way, make_way in WAYS.items():
                     hand_out = partial(stack.enter_context(make_way(device, backend_of(pair, enqueue_ms))), [op])

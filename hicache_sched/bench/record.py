@@ -21,7 +21,7 @@ from hicache_sched.bench.timeline import (
     Span,
     Timeline,
 )
-from hicache_sched.bench.workload import PAGE_SIZE, hand_out, make_op, make_pair
+from hicache_sched.bench.workload import hand_out
 from hicache_sched.burst_times import BurstTimes
 from hicache_sched.device import EmulatedDevice, EmulatedStream
 from hicache_sched.device.emulated_core import DeviceOperation
@@ -29,8 +29,6 @@ from hicache_sched.listeners import StallKind
 
 SHORTEST_WAIT: Final = 20e-6
 """Seconds. What is shorter is no wait, but what it takes to see that there is nothing to wait for."""
-PAGES: Final = 8
-ROW_BYTES: Final = 512
 
 
 def record_overlap(bench: OverlapBench) -> list[Timeline]:
@@ -39,14 +37,13 @@ def record_overlap(bench: OverlapBench) -> list[Timeline]:
 
     :return: for each way the burst with the median makespan, of as many as there were rounds.
     """
-    pair, op = make_pair(PAGES, bench.layers, ROW_BYTES, "page_first_direct"), make_op(PAGES, bench.seed)
-    layer_bytes = len(op.host_indices) // PAGE_SIZE * ROW_BYTES * 2
+    pair, op = bench.load()
     timelines = []
     inline, asynchronous = SchedulerConfig(mode="inline"), SchedulerConfig()
     for config, enqueue_ms in ((inline, bench.enqueue_ms), (asynchronous, 0.0)):
         submission = f"{enqueue_ms:g} ms of CPU to submit a layer" if enqueue_ms else "planned"
         with (
-            EmulatedDevice(h2d_bandwidth=layer_bytes / (bench.copy_ms * 1e-3)) as device,
+            EmulatedDevice(h2d_bandwidth=bench.bandwidth) as device,
             TransferScheduler(backend_of(pair, enqueue_ms), runtime=device, config=config) as scheduler,
         ):
             title = f"{config.mode}, {submission}"

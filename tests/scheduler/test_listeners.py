@@ -128,15 +128,23 @@ async def test_a_hand_out_that_waits_was_asked_for_before_it_was_handed_out(
     assert_in_order(second.asked, between, second.handed_out, second.begun)
 
 
-def test_a_burst_that_waits_for_its_turn_is_begun_after_the_one_before(
+def with_one_in_prepare(
     device: EmulatedDevice, make_scheduler: MakeScheduler, hearing: Hearing
-) -> None:
+) -> tuple[TransferScheduler, LaunchingBackend]:
+    """A scheduler with a listener, whose first burst is kept in `prepare` until the backend's gate is set."""
     backend = LaunchingBackend(device)
     scheduler = make_scheduler(backend)
     scheduler.listen(hearing)
     backend.gate.clear()
     hand_out(scheduler, 1)
     assert backend.preparing.wait(WAIT)
+    return scheduler, backend
+
+
+def test_a_burst_that_waits_for_its_turn_is_begun_after_the_one_before(
+    device: EmulatedDevice, make_scheduler: MakeScheduler, hearing: Hearing
+) -> None:
+    scheduler, backend = with_one_in_prepare(device, make_scheduler, hearing)
     hand_out(scheduler, 2)
     between = time.monotonic()
     backend.gate.set()
@@ -192,12 +200,7 @@ def assert_never_begun(times: BurstTimes) -> None:
 def test_a_cancelled_burst_was_handed_out_and_ended_and_nothing_between(
     device: EmulatedDevice, make_scheduler: MakeScheduler, hearing: Hearing
 ) -> None:
-    backend = LaunchingBackend(device)
-    scheduler = make_scheduler(backend)
-    scheduler.listen(hearing)
-    backend.gate.clear()
-    hand_out(scheduler, 1)
-    assert backend.preparing.wait(WAIT)
+    scheduler, backend = with_one_in_prepare(device, make_scheduler, hearing)
     assert hand_out(scheduler, 2).cancel()
     backend.gate.set()
     _, times = hearing.wait_bursts(2)
