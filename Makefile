@@ -71,7 +71,7 @@ HAS_CXX := $(shell command -v $(CXX))
 NATIVE_TESTS := core planner plane
 TESTED_core := core copy waiter
 TESTED_planner := planner
-TESTED_plane := plane planner progress slices waiter
+TESTED_plane := plane bells planner progress slices waiter
 
 .PHONY: sanitize
 sanitize: ## the native part without Python, under AddressSanitizer, UBSan and ThreadSanitizer

@@ -56,6 +56,7 @@ class Burst:
         clock: who wants to know when it got where; None where nobody does.
         start_event, fence_event: recorded at hand-out; None where there is nothing to wait for.
         cancelled: it was cancelled before it was begun.
+        job_call: has its job begun on the loop; woken as one who waits for everything, until that has begun.
         events: its events, from shortly before it is begun until it has ended and nobody waits for them.
         error: why it failed.
         ack: how it ended; None while it lives.
@@ -96,6 +97,7 @@ class Burst:
         self.events: EventSet | None = None
         self.prepared: Any = None
         self.needs_finish = False
+        self.job_call: Waiter | None = None
         self._holders = 0
         self._waiters: dict[Watch, set[Waiter]] = {}
         self._callbacks: list[Callable[[], object]] | None = []
@@ -391,7 +393,8 @@ class Burst:
         return reached
 
     def _all_waiters(self) -> list[Waiter]:
-        return self._waiting_for(*self._waiters)
+        waiters = self._waiting_for(*self._waiters)
+        return waiters if (job_call := self.job_call) is None else [*waiters, job_call]
 
     def _waiting_for(self, *watches: Watch) -> list[Waiter]:
         """Whom to wake. They stay registered until they forget themselves: where a thread of ours is interrupted

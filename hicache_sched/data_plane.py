@@ -13,9 +13,14 @@ from hicache_sched.submission import Submission
 
 
 class PythonDataPlane(ParkedThread):
-    """Submits bursts on a worker thread of its own."""
+    """Submits bursts on a worker thread of its own.
+
+    Attributes:
+        sets_alarm: whether the loop learns from it that a burst has not ended for a while.
+    """
 
     name = "python"
+    sets_alarm = False
 
     def __init__(
         self,

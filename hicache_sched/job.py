@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from functools import partial
+from typing import Final
 
 from hicache_sched.burst import ENDED, Burst, Watch
 from hicache_sched.delivery import Delivery, log_failure
@@ -46,6 +47,10 @@ class StallClock:
         return True
 
 
+LATEST_BEGIN: Final = 0.05
+"""Seconds after its hand-out at which a burst's job has to begin, so that its stalls are seen."""
+
+
 class Jobs:
     """Makes and runs jobs; every method is called on the loop thread."""
 
@@ -58,14 +63,24 @@ class Jobs:
         self._of_slot: asyncio.Task[None] | None = None
 
     def begin(self, burst: Burst) -> None:
-        """Start the job of a burst; does nothing where there is one."""
+        """Start the job of a burst; does nothing where there is one. A burst that has ended is delivered at once."""
+        burst.job_call = None
         if burst.clock is not None:
             burst.clock.begin_job()
-        if burst.id not in self._of_bursts and (not burst.ended or self._protocol.next_undelivered() is not None):
+        if burst.id in self._of_bursts:
+            return
+        if burst.ended:
+            self._delivery.run(in_job=True)
+        else:
             task = asyncio.get_running_loop().create_task(self._log_stalls_until_end(burst), name=f"burst-{burst.id}")
             # Not a `finally` in the job: one that is cancelled before its first step has none.
             task.add_done_callback(partial(self._ended, burst))
             self._of_bursts[burst.id] = task
+
+    def begin_all(self) -> None:
+        """Start the jobs of all bursts that have none."""
+        for burst in self._protocol.bursts_alive():
+            self.begin(burst)
 
     def wake_reached(self) -> None:
         """Wake whoever waits for a layer that has got there, of any burst."""
@@ -83,8 +98,7 @@ class Jobs:
         A job that was may have lost a wake-up with it, so every burst gets a new one.
         """
         self.abandon()
-        for burst in self._protocol.bursts_alive():
-            self.begin(burst)
+        self.begin_all()
         if self._slot_wait is not None and not self._slot_wait.over:
             self.watch_slot(self._slot_wait)
 

@@ -29,14 +29,25 @@ def loop_factory(event_loop: EventLoop) -> tuple[Callable[[], asyncio.AbstractEv
     return asyncio.SelectorEventLoop, "asyncio"
 
 
-class Doorbell(Protocol):
-    """Rung, from anywhere, when a layer gets where somebody waits for it."""
+class Bells(Protocol):
+    """What a data plane tells the loop by, as it wakes nobody itself.
 
-    def fileno(self) -> int:
-        """What to wait for."""
+    Attributes:
+        doorbell_fd: readable once a layer has got where somebody waits for it.
+        alarm_fd: readable once a burst has not ended for a while.
+    """
 
-    def hear(self) -> None:
+    @property
+    def doorbell_fd(self) -> int: ...
+
+    @property
+    def alarm_fd(self) -> int: ...
+
+    def hear_doorbell(self) -> None:
         """Silence it; what it was rung for is looked at after that."""
+
+    def hear_alarm(self) -> None:
+        """The same."""
 
 
 CANCEL_SECONDS = 1.0
@@ -53,15 +64,15 @@ class LoopThread(OwnThread):
         jobs: Jobs,
         failures: FailureDesk,
         on_end: Callable[[], None],
-        doorbell: Doorbell | None = None,
+        bells: Bells | None = None,
     ) -> None:
         """
-        :param doorbell: of a data plane that wakes nobody itself.
+        :param bells: of a data plane that has any.
         """
         super().__init__(name, failures, on_end)
         self._make_loop = make_loop
         self._jobs = jobs
-        self._doorbell = doorbell
+        self._bells = bells
         self._loop = make_loop()
 
     def call(self, fn: Callable[..., object], *args: Any) -> None:
@@ -93,21 +104,24 @@ class LoopThread(OwnThread):
         self._close_loop()
 
     def _resume(self) -> None:
+        if (bells := self._bells) is not None:
+            # What the last loop had heard and not answered: whoever waits was told when that died, and `resume` begins
+            # all jobs.
+            self._loop.add_reader(bells.doorbell_fd, self._answer_doorbell, bells)
+            self._loop.add_reader(bells.alarm_fd, self._answer_alarm, bells)
         self._jobs.resume()
-        if self._doorbell is not None:
-            # What the last loop had heard and not answered, whoever waits was told of when that died.
-            self._loop.add_reader(self._doorbell.fileno(), self._answer)
 
-    def _answer(self) -> None:
-        assert self._doorbell is not None
-        self._doorbell.hear()
+    def _answer_doorbell(self, bells: Bells) -> None:
+        bells.hear_doorbell()
         self._jobs.wake_reached()
+
+    def _answer_alarm(self, bells: Bells) -> None:
+        bells.hear_alarm()
+        self._jobs.begin_all()
 
     def _close_loop(self) -> None:
         if self._loop.is_closed():
             return
-        if self._doorbell is not None:
-            self._loop.remove_reader(self._doorbell.fileno())
         try:
             self._jobs.abandon()
             self._loop.run_until_complete(_cancel_all_tasks())

@@ -157,14 +157,25 @@ class NativePlane:
             return exc
         return RuntimeError("the device failed a call, and then did not")
 
-    def hear(self) -> None:
-        """What the doorbell has been rung for until now is going to be looked at."""
-        self.native.silence()
-
-    def fileno(self) -> int:
-        """The doorbell, rung when a layer gets where somebody waits for it."""
-        number: int = self.native.fileno()
+    @property
+    def doorbell_fd(self) -> int:
+        """What is readable once a layer has got where somebody waits for it."""
+        number: int = self.native.doorbell_fd
         return number
+
+    def hear_doorbell(self) -> None:
+        """Those layers are going to be looked for."""
+        self.native.hear_doorbell()
+
+    @property
+    def alarm_fd(self) -> int:
+        """What is readable once a burst that was handed over has not ended for a while."""
+        number: int = self.native.alarm_fd
+        return number
+
+    def hear_alarm(self) -> None:
+        """The bursts that were handed over until now are going to be looked at."""
+        self.native.hear_alarm()
 
     def _handle(self, event: Event | None) -> int:
         return 0 if event is None else self._device.handle_of(event, self._h2d_stream)
@@ -255,6 +266,7 @@ def native_plane_for(
     index_stream: Any,
     max_layers: int,
     names: tuple[str, str],
+    patience: float,
     *,
     plans: bool,
 ) -> NativePlane | NoNativePlane:
@@ -262,6 +274,7 @@ def native_plane_for(
 
     :param max_layers: that may be in flight.
     :param names: of the threads that will live in it.
+    :param patience: seconds after which its alarm goes off for a burst that has not ended.
     :param plans: whether it has to submit the copies of plans: without them Python submits.
     """
     if native.module is None:
@@ -292,7 +305,9 @@ def native_plane_for(
         except ValueError as exc:
             return NoNativePlane(f"it does not plan such pools: {exc}")
         dst_base, src_base = layout.dst_base.ravel(), layout.src_base.ravel()
-    plane = native.module.Plane(plane_device, planner, backend.num_layers, dst_base, src_base, backend, max_layers)
+    plane = native.module.Plane(
+        plane_device, planner, backend.num_layers, dst_base, src_base, backend, max_layers, patience
+    )
     return NativePlane(plane, device, served, h2d_stream, driver)
 
 

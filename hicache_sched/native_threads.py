@@ -43,6 +43,7 @@ class NativeDataPlane(_NativeThread):
     """The thread that submits."""
 
     name = "native"
+    sets_alarm = True
 
     def __init__(
         self,

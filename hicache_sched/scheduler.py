@@ -23,7 +23,7 @@ from hicache_sched.failure import FailureDesk
 from hicache_sched.hand_out import HandOut, SlotWait, slot_wait
 from hicache_sched.handle import LoadHandle
 from hicache_sched.in_flight import InFlight, LayersInFlight, max_layers_in_flight
-from hicache_sched.job import Jobs
+from hicache_sched.job import LATEST_BEGIN, Jobs
 from hicache_sched.landing import BurstEnd, InlineObserver
 from hicache_sched.listeners import BurstListener, Listeners
 from hicache_sched.load_op import LoadOp
@@ -414,6 +414,7 @@ class TransferScheduler:
             self.index_stream,
             max_layers,
             native_thread_names(config.thread_name),
+            min(LATEST_BEGIN, config.stall_log_interval),
             plans=config.plane == "auto",
         )
         if isinstance(plane, NativePlane):

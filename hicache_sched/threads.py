@@ -18,6 +18,28 @@ from hicache_sched.native_threads import NativeDataPlane, NativeLandingObserver,
 from hicache_sched.own_thread import OwnThread
 from hicache_sched.protocol import TransferProtocol
 from hicache_sched.submission import Submission
+from hicache_sched.waiting import Waiter
+
+
+class JobCall:
+    """Has the job of a burst begun when somebody wakes it; a `Waiter` that stands in for the job until then.
+
+    Most bursts end before anything of theirs is the loop's to do, and each time that it is woken costs the engine's
+    threads the GIL.
+    """
+
+    __slots__ = ("_burst", "_jobs", "_loop", "forget")
+
+    name = ""
+
+    def __init__(self, loop: LoopThread, jobs: Jobs, burst: Burst) -> None:
+        self.forget: Callable[[Waiter], None] | None = None
+        self._loop = loop
+        self._jobs = jobs
+        self._burst = burst
+
+    def wake(self) -> None:
+        self._loop.call(self._jobs.begin, self._burst)
 
 
 @dataclass(frozen=True)
@@ -56,9 +78,12 @@ class Threads:
 
     def hand_over(self, burst: Burst) -> None:
         """Give a burst to all three, the data plane first: copies do not wait for the loop. Never blocks."""
+        has_news = burst.stale or burst.clock is not None
+        burst.job_call = JobCall(self.loop, self.jobs, burst)
         self.plane.hand_over(burst)
         self.observer.hint()
-        self.loop.call(self.jobs.begin, burst)
+        if has_news or not self.plane.sets_alarm:
+            self.loop.call(self.jobs.begin, burst)
 
     def stop(self) -> None:
         """Tell each to end when it has nothing to do; must not block."""

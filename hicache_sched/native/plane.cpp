@@ -25,12 +25,13 @@ struct ReadMemory {
 }  // namespace
 
 Plane::Plane(std::shared_ptr<PlaneDevice> device, std::shared_ptr<Planner> planner, Bases bases,
-             std::shared_ptr<const void> pools, std::size_t max_layers)
+             std::shared_ptr<const void> pools, std::size_t max_layers, double patience)
     : device_(std::move(device)),
       planner_(std::move(planner)),
       bases_(std::make_shared<Bases>(std::move(bases))),
       pools_(std::move(pools)),
-      max_layers_(max_layers) {}
+      max_layers_(max_layers),
+      patience_(patience) {}
 
 void Plane::hand_over(const BurstPtr& burst, std::int64_t id) {
   {
@@ -44,6 +45,10 @@ void Plane::hand_over(const BurstPtr& burst, std::int64_t id) {
     } catch (...) {  // no memory: nobody would ever mark it submitted
       to_observe_.pop_back();
       throw;
+    }
+    if (!alarm_is_set_) {
+      alarm_.set(patience_);
+      alarm_is_set_ = true;
     }
   }
   submitter_.wake();  // what that does wakes the observer
@@ -59,6 +64,20 @@ void Plane::stop() {
 void Plane::abandon() {
   abandoned_ = true;
   stop();
+}
+
+void Plane::hear_alarm() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  alarm_.silence();
+  alarm_is_set_ = false;
+}
+
+// With the mutex.
+void Plane::unset_alarm_if_idle() {
+  if (alarm_is_set_ && to_observe_.empty() && reports_.empty()) {
+    alarm_.unset();
+    alarm_is_set_ = false;
+  }
 }
 
 BurstPtr Plane::first(const std::deque<BurstPtr>& queue) const {
@@ -313,6 +332,7 @@ void Plane::observe() {
       burst->is_followed = true;
       const std::lock_guard<std::mutex> lock(mutex_);
       to_observe_.pop_front();
+      unset_alarm_if_idle();
     }
   }
   has_observed_ = true;
@@ -431,6 +451,7 @@ void Plane::pop_report(std::int64_t id) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!reports_.empty() && reports_.front().burst->id == id) {
     reports_.pop_front();
+    unset_alarm_if_idle();
   }
 }
 

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "bells.h"
 #include "plane_device.h"
 #include "planner.h"
 #include "progress.h"
@@ -114,8 +115,9 @@ class Plane {
   };
 
   // pools: keeps the memory that is copied alive. max_layers: that may be in flight, see LayersInFlight in Python.
+  // patience: seconds after which the alarm rings for what has not ended.
   Plane(std::shared_ptr<PlaneDevice> device, std::shared_ptr<Planner> planner, Bases bases,
-        std::shared_ptr<const void> pools, std::size_t max_layers);
+        std::shared_ptr<const void> pools, std::size_t max_layers, double patience);
 
   std::shared_ptr<Copied> new_copied() const {
     auto copied = copied_->take();
@@ -143,6 +145,8 @@ class Plane {
   void let_go() { pools_ = nullptr; }
 
   Doorbell& doorbell() const { return *doorbell_; }
+  const Alarm& alarm() const { return alarm_; }
+  void hear_alarm();  // it rings again for bursts that are handed over from here on
 
   // For an owner who submits on the submitting thread.
   bool has_room_for(std::size_t layers);
@@ -159,6 +163,7 @@ class Plane {
   void add_report(Stop report);
   Stop first_report() const;
   void forget_landed();
+  void unset_alarm_if_idle();
   BurstPtr first(const std::deque<BurstPtr>& queue) const;
 
   const std::shared_ptr<PlaneDevice> device_;
@@ -166,15 +171,18 @@ class Plane {
   const std::shared_ptr<const Bases> bases_;
   std::shared_ptr<const void> pools_;  // the submitting thread's
   const std::size_t max_layers_;
+  const double patience_;
   const std::shared_ptr<Doorbell> doorbell_ = std::make_shared<Doorbell>();
   const std::shared_ptr<Waiter> observer_ = std::make_shared<Waiter>();
   Waiter submitter_, reporter_;
   std::atomic<bool> stopping_{false}, abandoned_{false};
   std::atomic<bool> has_observed_{false};  // there will be no more reports
 
-  mutable std::mutex mutex_;  // of the queues
+  mutable std::mutex mutex_;  // of the queues and the alarm
   std::deque<BurstPtr> to_submit_, to_observe_;
   std::deque<Stop> reports_;
+  Alarm alarm_;
+  bool alarm_is_set_ = false;
   std::atomic<double> looked_at_{0};  // when somebody last asked for a report
 
   using Numbers = std::vector<std::int64_t>;

@@ -489,12 +489,15 @@ PyType_Spec sleeper_spec = {"hicache_sched._native.Sleeper", sizeof(Holder<Sleep
 
 // -- the plane -------------------------------------------------------------------------------------------------------
 
-// Plane(device, planner, num_layers, dst_base, src_base, pools, max_layers): bases are those of all layers, one behind
-// the other; pools is what keeps their memory alive. The planner is None where the owner is to submit every burst.
+// Plane(device, planner, num_layers, dst_base, src_base, pools, max_layers, patience): bases are those of all layers,
+// one behind the other; pools is what keeps their memory alive. The planner is None where the owner is to submit every
+// burst.
 PyObject* new_plane(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *device = nullptr, *planner = nullptr, *dst = nullptr, *src = nullptr, *pools = nullptr;
   Py_ssize_t num_layers = 0, max_layers = 0;
-  if (!PyArg_ParseTuple(args, "OOnOOOn", &device, &planner, &num_layers, &dst, &src, &pools, &max_layers)) {
+  double patience = 0;
+  if (!PyArg_ParseTuple(args, "OOnOOOnd", &device, &planner, &num_layers, &dst, &src, &pools, &max_layers,
+                        &patience)) {
     return nullptr;
   }
   const auto* device_ptr = unwrap<PlaneDevice>(device);
@@ -523,7 +526,7 @@ PyObject* new_plane(PyTypeObject* type, PyObject* args, PyObject*) {
   try {
     auto plane =
         std::make_shared<Plane>(*device_ptr, *planner_ptr, std::move(bases), kept_alive(pools),
-                                static_cast<std::size_t>(max_layers));
+                                static_cast<std::size_t>(max_layers), patience);
     return hold(type, new PlanePtr(std::move(plane)));
   } catch (const std::exception& error) {
     PyErr_Format(PyExc_OSError, "cannot make a data plane: %s", error.what());
@@ -621,9 +624,11 @@ PyObject* let_go(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyObject* fileno_of(PyObject* self, PyObject*) { return PyLong_FromLong(held<PlanePtr>(self)->doorbell().fd()); }
+PyObject* get_doorbell(PyObject* self, void*) { return PyLong_FromLong(held<PlanePtr>(self)->doorbell().fd()); }
 
-PyObject* silence(PyObject* self, PyObject*) {
+PyObject* get_alarm(PyObject* self, void*) { return PyLong_FromLong(held<PlanePtr>(self)->alarm().fd()); }
+
+PyObject* hear_doorbell(PyObject* self, PyObject*) {
   held<PlanePtr>(self)->doorbell().silence();
   Py_RETURN_NONE;
 }
@@ -675,6 +680,12 @@ PyObject* add_layer(PyObject* self, PyObject* const* args, Py_ssize_t num_args) 
   Py_RETURN_NONE;
 }
 
+PyGetSetDef plane_getters[] = {
+    {"doorbell_fd", get_doorbell, nullptr, nullptr, nullptr},
+    {"alarm_fd", get_alarm, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
 PyMethodDef plane_methods[] = {
     {"new_burst", new_burst, METH_O, nullptr},
     {"hand_over", fast(hand_over), METH_FASTCALL, nullptr},
@@ -687,8 +698,8 @@ PyMethodDef plane_methods[] = {
     {"stop", tell<&Plane::stop>, METH_NOARGS, nullptr},
     {"abandon", tell<&Plane::abandon>, METH_NOARGS, nullptr},
     {"let_go", let_go, METH_NOARGS, nullptr},
-    {"fileno", fileno_of, METH_NOARGS, nullptr},
-    {"silence", silence, METH_NOARGS, nullptr},
+    {"hear_doorbell", hear_doorbell, METH_NOARGS, nullptr},
+    {"hear_alarm", tell<&Plane::hear_alarm>, METH_NOARGS, nullptr},
     {"has_room_for", has_room_for, METH_O, nullptr},
     {"make_room", make_room, METH_NOARGS, nullptr},
     {"add_layer", fast(add_layer), METH_FASTCALL, nullptr},
@@ -700,6 +711,7 @@ PyType_Slot plane_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(new_plane)},
     {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<PlanePtr>)},
     {Py_tp_methods, plane_methods},
+    {Py_tp_getset, plane_getters},
     {0, nullptr},
 };
 

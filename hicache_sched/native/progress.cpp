@@ -1,39 +1,9 @@
 #include "progress.h"
 
-#include <sys/eventfd.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <system_error>
 #include <utility>
 
 namespace hicache {
-namespace {
-
-int new_eventfd() {
-  const int fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-  if (fd < 0) {
-    throw std::system_error(errno, std::generic_category(), "eventfd");
-  }
-  return fd;
-}
-
-}  // namespace
-
-Doorbell::Doorbell() : fd_(new_eventfd()) {}
-Doorbell::~Doorbell() { close(fd_); }
-
-void Doorbell::ring() {
-  // Fails only where the counter is full, and then it has been rung.
-  [[maybe_unused]] const int ignored = eventfd_write(fd_, 1);
-}
-
-void Doorbell::silence() {
-  eventfd_t count;
-  [[maybe_unused]] const int ignored = eventfd_read(fd_, &count);
-}
-
 Progress::Progress(std::shared_ptr<Doorbell> doorbell, std::shared_ptr<Waiter> observer, std::unique_ptr<Times> times)
     : doorbell_(std::move(doorbell)), observer_(std::move(observer)), times_(std::move(times)), progress_at_(now()) {}
 

@@ -12,24 +12,10 @@
 #include <mutex>
 #include <vector>
 
+#include "bells.h"
 #include "waiter.h"
 
 namespace hicache {
-
-// A counter in the kernel that an event loop can wait for.
-class Doorbell {
- public:
-  Doorbell();  // throws std::system_error
-  ~Doorbell();
-  Doorbell(const Doorbell&) = delete;
-  Doorbell& operator=(const Doorbell&) = delete;
-  int fd() const { return fd_; }
-  void ring();
-  void silence();  // what was rung so far is heard
-
- private:
-  const int fd_;
-};
 
 enum Mark { kEnqueued, kLanded, kMarks };
 

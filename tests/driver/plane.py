@@ -100,6 +100,7 @@ class Sut:
             layout.src_base.ravel(),
             pairs,
             max_layers,
+            1000.0,
         )
         self._num_bursts = 0
         self._kept: list[Any] = []

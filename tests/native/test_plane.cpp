@@ -2,6 +2,7 @@
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
+#include <sys/timerfd.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -347,7 +348,7 @@ struct How {
 
 // Pools, a plane over them, and bursts.
 struct World {
-  explicit World(std::size_t max_layers = 1000, Int tokens = 64) : dst_tokens(tokens) {
+  explicit World(std::size_t max_layers = 1000, Int tokens = 64, double patience = 1000) : dst_tokens(tokens) {
     Bases bases;
     bases.num_layers = kLayers, bases.num_planes = kPlanes;
     std::mt19937 random(7);
@@ -370,7 +371,7 @@ struct World {
     }
     device->most_layers = static_cast<Int>(max_layers);
     const auto planner = std::make_shared<Planner>(std::move(pairs));
-    plane = std::make_shared<Plane>(device, planner, std::move(bases), nullptr, max_layers);
+    plane = std::make_shared<Plane>(device, planner, std::move(bases), nullptr, max_layers, patience);
   }
 
   // One that moves nothing yet.
@@ -1518,6 +1519,105 @@ void a_doorbell_is_closed_with_the_last_who_has_it() {
   CHECK(poll(&look, 1, 0) == 1 && (look.revents & POLLNVAL) != 0);
 }
 
+bool rings(const Alarm& alarm) {
+  pollfd look{alarm.fd(), POLLIN, 0};
+  return poll(&look, 1, 0) == 1;
+}
+
+// Seconds until it rings, 0 where it does not.
+double remaining(const Alarm& alarm) {
+  itimerspec time{};
+  CHECK(timerfd_gettime(alarm.fd(), &time) == 0);
+  return static_cast<double>(time.it_value.tv_sec) + static_cast<double>(time.it_value.tv_nsec) * 1e-9;
+}
+
+void await_ring(const Alarm& alarm) {
+  pollfd look{alarm.fd(), POLLIN, 0};
+  CHECK(poll(&look, 1, -1) == 1);
+}
+
+void an_alarm_rings_once_its_time_is_over_and_until_it_is_heard_or_unset() {
+  Alarm alarm;
+  CHECK(!rings(alarm) && remaining(alarm) == 0);
+  alarm.silence();
+  for (const double seconds : {-1.0, 0.0, 1e-12, 1e-6, 1e-3}) {
+    alarm.set(seconds);
+    await_ring(alarm);
+    CHECK(rings(alarm));
+    alarm.silence();
+    CHECK(!rings(alarm) && remaining(alarm) == 0);  // once
+  }
+  alarm.set(1e-6);
+  await_ring(alarm);
+  alarm.unset();
+  CHECK(!rings(alarm));
+  for (const double seconds : {2.75, 1000.0, 1e300}) {
+    alarm.set(seconds);
+    const double until = remaining(alarm);
+    CHECK(!rings(alarm) && until <= seconds && until > std::min(seconds, 1e9) - 1);
+  }
+  alarm.unset();
+  CHECK(!rings(alarm) && remaining(alarm) == 0);
+}
+
+void the_alarm_rings_for_a_burst_that_does_not_end_and_again_for_the_next_once_it_was_heard() {
+  World world(1000, 64, 1e-3);
+  Plane& plane = *world.plane;
+  CHECK(!rings(plane.alarm()) && remaining(plane.alarm()) == 0);
+  world.hand_over(world.a_burst());  // there is nobody to submit it
+  await_ring(plane.alarm());
+  world.hand_over(world.a_burst());
+  CHECK(remaining(plane.alarm()) == 0);  // it has rung and not been heard
+  plane.hear_alarm();
+  CHECK(!rings(plane.alarm()) && remaining(plane.alarm()) == 0);
+  world.hand_over(world.a_burst());
+  await_ring(plane.alarm());
+}
+
+void the_alarm_is_set_by_the_first_of_several_bursts() {
+  World world(1000, 64, 1000);
+  Plane& plane = *world.plane;
+  world.hand_over(world.a_burst());
+  const double first = remaining(plane.alarm());
+  CHECK(first > 0 && first <= 1000);
+  while (remaining(plane.alarm()) == first) {
+  }
+  world.hand_over(world.a_burst());
+  CHECK(remaining(plane.alarm()) < first);
+}
+
+void the_alarm_is_unset_by_the_last_report_and_not_before() {
+  World world(1000, 64, 1000);
+  Plane& plane = *world.plane;
+  world.hand_over(world.a_burst());
+  world.hand_over(world.a_burst());
+  plane.stop();
+  CHECK(plane.submit().why == Plane::Stop::kTold);
+  plane.observe();
+  CHECK(remaining(plane.alarm()) > 0);
+  plane.pop_report(1);
+  CHECK(remaining(plane.alarm()) > 0);
+  plane.pop_report(1);  // a second time
+  CHECK(remaining(plane.alarm()) > 0);
+  plane.pop_report(2);
+  CHECK(remaining(plane.alarm()) == 0);
+  world.hand_over(world.a_burst());
+  CHECK(remaining(plane.alarm()) > 0);
+}
+
+// Whether the report is popped before or after the observing thread has come back from leaving it.
+void the_alarm_is_unset_once_nothing_is_in_flight_however_that_races() {
+  for (int round = 0; round < 200; ++round) {
+    World world(1000, 64, 1000);
+    Threads threads(world);
+    for (int burst = 0; burst < 3; ++burst) {
+      world.hand_over(world.a_burst());
+    }
+    threads.stop();
+    CHECK(remaining(world.plane->alarm()) == 0 && !rings(world.plane->alarm()));
+  }
+}
+
 // How often it was woken since it was last asked: what it sleeps on has a deadline that is over.
 Int wakes(Waiter& waiter) {
   Int count = 0;
@@ -2207,6 +2307,11 @@ int main() {
   a_doorbell_is_rung_when_a_wanted_layer_gets_there_and_not_before();
   a_silenced_doorbell_can_be_rung_again();
   a_doorbell_is_closed_with_the_last_who_has_it();
+  an_alarm_rings_once_its_time_is_over_and_until_it_is_heard_or_unset();
+  the_alarm_rings_for_a_burst_that_does_not_end_and_again_for_the_next_once_it_was_heard();
+  the_alarm_is_set_by_the_first_of_several_bursts();
+  the_alarm_is_unset_by_the_last_report_and_not_before();
+  the_alarm_is_unset_once_nothing_is_in_flight_however_that_races();
   a_sleeper_is_woken_when_its_layer_gets_there_and_not_once_it_is_removed();
   an_observer_is_woken_by_what_the_data_plane_does();
   an_observer_is_woken_by_whoever_begins_to_wait_for_a_landing();
