@@ -268,6 +268,14 @@ class Burst:
             self._callbacks = None
             return None
 
+    def close_callbacks(self) -> bool:
+        """Have those that are added from now on run at once; False if there are some to run before."""
+        with self.lock:
+            if self._callbacks:
+                return False
+            self._callbacks = None
+            return True
+
     # -- steps of waiters -------------------------------------------------------------------------------------------
 
     def cancel(self) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hicache_sched.ack import LoadAck
+from hicache_sched.ack import AckStatus, LoadAck
 from hicache_sched.burst import Burst
 from hicache_sched.listeners import BurstClock, Listeners, Listening, StallKind
-from hicache_sched.log import is_ctrl_c, say
+from hicache_sched.log import is_ctrl_c, is_dropped, say
 from hicache_sched.protocol import TransferProtocol
 
 OnAck = Callable[[LoadAck], object]
@@ -32,6 +32,11 @@ class Delivery:
                 burst.clock.begin_job()
             self._deliver(burst)
             self._protocol.delivered(burst)
+
+    def has_news(self, burst: Burst, ack: LoadAck) -> bool:
+        """Whether more than callbacks of its own may follow the end of a burst with `ack`; from any thread."""
+        is_of_interest = self._on_ack is not None or burst.clock is not None or ack.status is not AckStatus.OK
+        return is_of_interest or not is_dropped("debug")
 
     def tell_stalled(self, what: StallKind) -> None:
         """Tell whoever listens now of something that is stuck; on the loop thread."""

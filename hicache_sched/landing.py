@@ -8,6 +8,7 @@ from collections.abc import Callable
 from hicache_sched.ack import AckStatus, LoadAck
 from hicache_sched.burst import Burst
 from hicache_sched.copy.backend import BurstBackend
+from hicache_sched.delivery import Delivery
 from hicache_sched.device.binding import DeviceBinding
 from hicache_sched.device.runtime import Event, Stream
 from hicache_sched.errors import LoadFailedError
@@ -29,8 +30,10 @@ class BurstEnd:
         h2d_stream: Stream,
         event_sets: EventSetPool,
         failures: FailureDesk,
+        delivery: Delivery,
     ) -> None:
         self._protocol = protocol
+        self._delivery = delivery
         self._backend = backend
         self._h2d_stream = h2d_stream
         self._event_sets = event_sets
@@ -80,7 +83,8 @@ class BurstEnd:
                 self._failures.burst_failed(burst, "finish", None, exc)
                 interrupt = exc if is_ctrl_c(exc) else None
         ack = burst.ack or self._ack(burst, num_bytes)  # there is one where the publishing was interrupted
-        events, backlog = self._protocol.publish(burst, ack)
+        has_news = self._delivery.has_news(burst, ack)
+        events, backlog = self._protocol.publish(burst, ack, has_news=has_news)
         if events is not None:
             self._event_sets.give_back(events)
         if backlog:

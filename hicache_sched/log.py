@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import traceback
@@ -13,11 +14,28 @@ import structlog
 Level = Literal["debug", "info", "warning", "error"]
 
 _log = structlog.get_logger()
+_NUMBERS: dict[Level, int] = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
 
 
 def is_ctrl_c(exc: BaseException) -> bool:
     """Whether it is the caller's to handle: the interpreter raises Ctrl-C on the main thread and on no other."""
     return isinstance(exc, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+
+
+def is_dropped(level: Level) -> bool:
+    """Whether the application's logger is known to drop what is said at `level`, now; False where it does not tell."""
+    with suppress(Exception):  # who logs will meet it, too, and says so
+        logger = _log.bind()
+        for name in ("is_enabled_for", "isEnabledFor"):  # structlog's filtering loggers, and its loggers over logging's
+            # Of the type: to a logger that wraps another one any name may be one to log by.
+            if (is_enabled := getattr(type(logger), name, None)) is not None:
+                return not is_enabled(logger, _NUMBERS[level])
+    return False
 
 
 def say(level: Level, event: str, **context: Any) -> None:

@@ -19,7 +19,7 @@ from hicache_sched.device.batched_copy import CudaBatchedCopy, NoBatchedCopy
 from hicache_sched.device.binding import DeviceBinding
 from hicache_sched.device.cuda_driver import CudaDriver
 from hicache_sched.device.emulated import EmulatedDevice
-from hicache_sched.device.runtime import Event, Stream
+from hicache_sched.device.runtime import Stream
 from hicache_sched.errors import InvalidLoadError, SchedulerClosedError
 from hicache_sched.load_op import LoadOp
 
@@ -100,11 +100,13 @@ class NativePlane:
     def set_up(self, burst: Burst) -> None:
         """Tell the native half of a burst what it needs to know."""
         indices, events = burst.queue.indices, burst.events
+        start, fence = burst.start_event, burst.fence_event
         assert events is not None
+        assert start is not None
         burst.progress.set_up(
             (burst.queue.ops, indices),
-            self._handle(burst.start_event),
-            self._handle(burst.fence_event),
+            self._device.handle_of(start, self._h2d_stream),
+            0 if fence is None else self._device.handle_of(fence, self._h2d_stream),
             events.handles,
             indices.native if isinstance(indices, NativeIndices) and indices.holds_all_of(burst.queue.ops) else None,
         )
@@ -176,9 +178,6 @@ class NativePlane:
     def hear_alarm(self) -> None:
         """The bursts that were handed over until now are going to be looked at."""
         self.native.hear_alarm()
-
-    def _handle(self, event: Event | None) -> int:
-        return 0 if event is None else self._device.handle_of(event, self._h2d_stream)
 
     def _batch_error(self, burst: Burst, copy: int | None, cause: BaseException) -> BaseException:
         """About the layer that is not enqueued."""

@@ -37,9 +37,6 @@ class OpQueue:
         self.node_ids: list[int] = []
         self.tokens_by_pool: dict[str, int] = dict.fromkeys(pool_names, 0)
 
-    def __len__(self) -> int:
-        return len(self.ops)
-
     def append(self, op: LoadOp, anchor: str) -> None:
         self.ops.append(op)
         self.node_ids.append(op.node_id)

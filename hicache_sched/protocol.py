@@ -68,6 +68,7 @@ class TransferProtocol:
         num_layers: transfer layers of a burst.
         lost: set once every device call fails.
         last_error: the newest failure.
+        unlaunched: the burst that a hand-out has claimed and not launched; see `take_unlaunched`.
     """
 
     def __init__(self, pool_names: Sequence[str], num_layers: int, poll_acks: bool) -> None:
@@ -86,9 +87,10 @@ class TransferProtocol:
         self._turn: weakref.ref[Turn] | None = None
         self._resetting = False
         self._bursts_handed_out = 0
-        self._unlaunched: Burst | None = None
+        self.unlaunched: Burst | None = None
         self._alive: deque[Burst] = deque()
         self._undelivered = 0  # so many of the first in `_alive` have ended
+        self._leaving: Burst | None = None  # it has ended with nothing to deliver, and its waiters are being woken
         self._acks: deque[LoadAck] = deque()
         self._totals = dict.fromkeys(AckStatus, 0)
         self._loaded_tokens = 0
@@ -149,8 +151,11 @@ class TransferProtocol:
                 raise HiCacheSchedError("load() during reset(): wait until reset() has returned, then load")
             self._queue.append(op, self.pool_names[0])
 
-    def begin_hand_out(self, turn: Turn) -> None:
-        """Enter a hand-out; setting `turn.over` leaves it."""
+    def begin_hand_out(self, turn: Turn) -> bool:
+        """Enter a hand-out; setting `turn.over` leaves it.
+
+        :return: whether it finds something to hand out.
+        """
         with self._lock:
             if self._lifecycle is Lifecycle.NEW:
                 raise SchedulerClosedError(
@@ -166,6 +171,7 @@ class TransferProtocol:
             if self._resetting:
                 raise HiCacheSchedError("hand-out during reset(): wait until reset() has returned")
             self._turn = weakref.ref(turn)
+            return bool(self._queue.ops)
 
     def look_for_slot(self, turn: Turn, waits: Waits, waiter: Waiter | None) -> Burst | Pending | None:
         """Claim the next slot for all queued ops, if it is free.
@@ -176,7 +182,7 @@ class TransferProtocol:
         with self._lock:
             if turn.closed:
                 raise SchedulerClosedError("the scheduler was closed during the hand-out; its load ops are queued")
-            if self._current_turn is not turn or not self._queue:
+            if self._current_turn is not turn or not self._queue.ops:
                 return None
             self.check_not_lost()
             assert self._slots is not None
@@ -190,22 +196,20 @@ class TransferProtocol:
             empty, after_next = self._new_queue(), self._slots.after_next
             # Ctrl-C interrupts CPython after a call, so all of these or none.
             self._bursts_handed_out, slot.generation, slot.burst = number, generation, burst
-            self._slots.next_index, self._queue, self._unlaunched = after_next, empty, burst
+            self._slots.next_index, self._queue, self.unlaunched = after_next, empty, burst
             self._alive.append(burst)
             return burst
 
     def launched(self) -> None:
         """The burst of the last hand-out is on its way."""
-        self._unlaunched = None
+        self.unlaunched = None
 
     def take_unlaunched(self) -> Burst | None:
         """The burst that a hand-out claimed but was interrupted before it launched it; None while one may yet."""
-        if self._unlaunched is None:  # nearly always; a hand-out that is claiming one sees to it itself
-            return None
         with self._lock:
             if self._current_turn is not None:
                 return None
-            unlaunched, self._unlaunched = self._unlaunched, None
+            unlaunched, self.unlaunched = self.unlaunched, None
             return unlaunched
 
     def pop_acks(self) -> list[LoadAck]:
@@ -272,13 +276,14 @@ class TransferProtocol:
             return self._alive[self._undelivered] if len(self._alive) > self._undelivered else None
 
     def bursts_alive(self) -> list[Burst]:
-        """Bursts that have not ended or whose callbacks have not run, oldest first."""
+        """Bursts that have not ended, or whose waiters have not been woken or callbacks not run, oldest first."""
         with self._lock:
-            return list(self._alive)
+            return [*self._alive] if (leaving := self._leaving) is None else [leaving, *self._alive]
 
-    def publish(self, burst: Burst, ack: LoadAck) -> tuple[EventSet | None, bool]:
+    def publish(self, burst: Burst, ack: LoadAck, *, has_news: bool = True) -> tuple[EventSet | None, bool]:
         """End the oldest burst in flight with `ack`.
 
+        :param has_news: whether something follows that has to be delivered; False if nothing but callbacks could.
         :return: events to be used again; whether the backlog of acks has just passed `ACK_BACKLOG`.
         """
         with self._lock:
@@ -293,8 +298,14 @@ class TransferProtocol:
             self._undelivered += 1
             if self._poll_acks:
                 self._acks.append(ack)
+            if not has_news and self._undelivered == 1 and burst.close_callbacks():
+                waiters = [waiter for waiter in waiters if waiter is not burst.job_call]
+                burst.job_call, self._leaving = None, burst
+                self._undelivered -= 1
+                self._alive.popleft()
             backlog = len(self._acks) == ACK_BACKLOG + 1
         wake_all(waiters)
+        self._leaving = None
         return events, backlog
 
     def next_undelivered(self) -> Burst | None:
@@ -336,12 +347,6 @@ class TransferProtocol:
     # -- what can be seen -------------------------------------------------------------------------------------------
 
     @property
-    def has_ops(self) -> bool:
-        """Whether a hand-out would find something to hand out."""
-        with self._lock:
-            return bool(self._queue)
-
-    @property
     def queue_depth(self) -> int:
         """Bursts that the data plane has not begun."""
         with self._lock:
@@ -350,7 +355,7 @@ class TransferProtocol:
     @property
     def idle(self) -> bool:
         with self._lock:
-            return not (self._queue or self._num_in_flight or self._acks)
+            return not (self._queue.ops or self._num_in_flight or self._acks)
 
     def counts(self, *, asks_device: bool = True) -> dict[str, int]:
         """The numbers of `SchedulerStats`.
@@ -362,7 +367,7 @@ class TransferProtocol:
             slots = [] if self._slots is None else self._slots.slots
             num_free = sum(slot.is_free if asks_device else slot.is_over for slot in slots)
             return {
-                "queued_ops": len(self._queue),
+                "queued_ops": len(self._queue.ops),
                 "bursts_queued": num_queued,
                 "bursts_in_flight": self._num_in_flight - num_queued,
                 "free_slots": num_free,

@@ -138,7 +138,7 @@ class TransferScheduler:
         self._submission = Submission(
             device, self._backend, self.h2d_stream, self.index_stream, event_sets, failures, in_flight, native_plane
         )
-        burst_end = BurstEnd(protocol, self._backend, self.h2d_stream, event_sets, failures)
+        burst_end = BurstEnd(protocol, self._backend, self.h2d_stream, event_sets, failures, self._delivery)
         self._inline_observer = InlineObserver(failures, protocol, self.h2d_stream, burst_end, self._delivery.run)
         self._polled = PolledWaits(self._guard, self._inline_observer)
         event_loop: str | None = None
@@ -443,20 +443,22 @@ class TransferScheduler:
 
     def _begin_hand_out(self, turn: Turn, fence: Any) -> HandOut:
         self._fail_unlaunched()
-        self._protocol.begin_hand_out(turn)
-        if self._protocol.has_ops:
+        has_ops, runs_inline = self._protocol.begin_hand_out(turn), self._is_inline
+        if has_ops:
             if self.device.is_capturing():
                 raise HiCacheSchedError(
                     "hand-out on a stream that is being captured: the start event would belong to the graph; "
                     "call start_loading() before or after the capture"
                 )
-            if self._is_inline:
+            if runs_inline:
                 self._inline_observer.observe()
-        waits, launch = (self._polled, self._launch_inline) if self._is_inline else (self._notified, self._launch)
+        waits, launch = (self._polled, self._launch_inline) if runs_inline else (self._notified, self._launch)
         return HandOut(self._protocol, turn, fence or self.fence_stream, waits, launch)
 
     def _fail_unlaunched(self) -> None:
         """A hand-out that Ctrl-C interrupted between its claim and its launch leaves a burst, which owes an ack."""
+        if self._protocol.unlaunched is None:  # nearly always; a hand-out that is claiming one sees to it itself
+            return
         if (burst := self._protocol.take_unlaunched()) is not None:
             self._failures.burst_failed(burst, "hand-out", None, HiCacheSchedError("the hand-out was interrupted"))
             self._give_over(burst)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -41,6 +42,15 @@ def logs() -> Iterator[list[structlog.types.EventDict]]:
     """What the package logs during the test, as dictionaries."""
     with structlog.testing.capture_logs() as captured:
         yield captured
+
+
+@pytest.fixture
+def no_debug_logs() -> Iterator[None]:
+    """The application's logger drops what is said at debug, as in production."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
+    yield
+    structlog.configure(**before)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -120,13 +120,20 @@ class _CurrentStream:
         if self._stream is not None:
             self._device._core.list_call("enter", self._stream, self._stream)
             self._before = self._device.current_stream()
-            self._device._local.current = self._stream
+            self._device._streams.current = self._stream
         return self._stream
 
     def __exit__(self, *exc_info: object) -> None:
         if self._stream is not None:
-            self._device._local.current = self._before
+            self._device._streams.current = self._before
             self._device._core.list_call("leave", self._stream, self._stream)
+
+
+class _Streams(threading.local):
+    """The calling thread's streams. What a thread has not set it finds in the class: to look for it in vain is slow."""
+
+    current: EmulatedStream | None = None
+    default: EmulatedStream | None = None
 
 
 class EmulatedDevice:
@@ -156,7 +163,7 @@ class EmulatedDevice:
         bandwidths: dict[EngineName, float | None] = {"compute": None, "h2d": h2d_bandwidth, "d2h": d2h_bandwidth}
         make_core: Callable[..., EmulatedCore] = PythonCore if native.module is None else NativeCore
         self._core = make_core(bandwidths, queue_depth)
-        self._local = threading.local()
+        self._streams = _Streams()
         stop_at_exit(self)
         _devices.add(self)
 
@@ -175,14 +182,13 @@ class EmulatedDevice:
         return _CurrentStream(self, stream)
 
     def current_stream(self, device: Any = None) -> EmulatedStream:
-        current: EmulatedStream | None = getattr(self._local, "current", None)
-        return current or self.default_stream()
+        return self._streams.current or self.default_stream()
 
     def default_stream(self, device: Any = None) -> EmulatedStream:
         """The calling thread's default stream, which runs inline."""
-        default: EmulatedStream | None = getattr(self._local, "default", None)
+        default = self._streams.default
         if default is None:
-            default = self._local.default = EmulatedStream(self, runs_inline=True)
+            default = self._streams.default = EmulatedStream(self, runs_inline=True)
         return default
 
     def is_available(self) -> bool:

@@ -15,7 +15,8 @@ void gather(std::int64_t* to, const Indices& from, std::size_t count) {
   }
 }
 
-constexpr double kShortestRest = 1e-4, kLongestRest = 1e-3;  // seconds
+constexpr double kShortestRest = 1e-4, kLongestRest = 2e-3;  // seconds
+constexpr double kTurn = 1e-3;  // seconds for which a report is left to somebody who looks
 
 // What is read, where it goes, and both kept alive.
 struct ReadMemory {
@@ -438,9 +439,9 @@ Plane::Stop Plane::next_report() {
     }
     const double time = now();
     if (until == 0) {
-      until = time + kLongestRest;
+      until = time + kTurn;
     }
-    if (time > until || looked_at_ < time - kLongestRest) {
+    if (time > until || looked_at_ < time - kTurn) {
       return next;
     }
     reporter_.sleep_until(until);

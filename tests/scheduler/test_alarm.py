@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,29 @@ def test_a_burst_that_lands_soon_wakes_the_loop_once_and_has_no_job(
     assert calls == ["begin"] * 3
     scheduler.close(WAIT)
     assert [ack.burst_id for ack in acks] == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("no_debug_logs")
+def test_bursts_that_land_soon_never_wake_the_loop_where_nobody_is_told_of_them(
+    make_scheduler: MakeScheduler, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hicache_sched.scheduler.LATEST_BEGIN", WAIT)
+    scheduler = make_scheduler(PooledBackend([make_pair()]))
+    for number in range(1, 6):
+        hand_out(scheduler, number).result(WAIT)
+    scheduler.close(WAIT)
+    assert calls == []
+
+
+@pytest.mark.usefixtures("no_debug_logs")
+def test_a_burst_that_nobody_is_told_of_is_kept_by_nobody_after_a_reset(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler()
+    handle = hand_out(scheduler, 1)
+    handle.result(WAIT)
+    burst = weakref.ref(handle._burst)
+    scheduler.reset(WAIT)
+    del handle
+    eventually(lambda: gc.collect() >= 0 and burst() is None)
 
 
 def test_a_burst_that_lasts_has_a_job_although_nobody_looks(
