@@ -189,7 +189,11 @@ class LoadHandle:
         return self._burst.enqueued > layer
 
     def layer_landed(self, layer: int) -> bool:
-        """Whether `layer` is known to have landed."""
+        """Whether `layer` is known to have landed.
+
+        Where nobody waits for the layer, a native data plane may notice that up to 2 ms late, so as not to take a core
+        from the engine for each layer.
+        """
         self._check_layer(layer)
         self._observe()
         return self._burst.landed > layer

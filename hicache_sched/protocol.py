@@ -82,7 +82,7 @@ class TransferProtocol:
         self._lifecycle = Lifecycle.NEW
         self._new_progress: Callable[[bool], AnyProgress] = Progress
         self._new_indices: Callable[[], IndexList | None] = _no_indices
-        self._queue = self._new_queue()
+        self._queue: OpQueue | None = None  # made with the first op, so that a hand-out need not make the next one
         self._slots: SlotRing | None = None
         self._turn: weakref.ref[Turn] | None = None
         self._resetting = False
@@ -116,9 +116,9 @@ class TransferProtocol:
         with self._lock:
             self._slots = slots
             self._new_progress, self._new_indices = new_progress, new_indices or _no_indices
-            loaded, self._queue = self._queue.ops, self._new_queue()
+            loaded, self._queue = self._ops, None
             for op in loaded:
-                self._queue.append(op, self.pool_names[0])
+                self._append(op)
             self._lifecycle = Lifecycle.RUNNING
 
     def begin_close(self) -> bool:
@@ -149,7 +149,7 @@ class TransferProtocol:
             self._check_not_closing()
             if self._resetting:
                 raise HiCacheSchedError("load() during reset(): wait until reset() has returned, then load")
-            self._queue.append(op, self.pool_names[0])
+            self._append(op)
 
     def begin_hand_out(self, turn: Turn) -> bool:
         """Enter a hand-out; setting `turn.over` leaves it.
@@ -171,7 +171,7 @@ class TransferProtocol:
             if self._resetting:
                 raise HiCacheSchedError("hand-out during reset(): wait until reset() has returned")
             self._turn = weakref.ref(turn)
-            return bool(self._queue.ops)
+            return bool(self._ops)
 
     def look_for_slot(self, turn: Turn, waits: Waits, waiter: Waiter | None) -> Burst | Pending | None:
         """Claim the next slot for all queued ops, if it is free.
@@ -182,7 +182,8 @@ class TransferProtocol:
         with self._lock:
             if turn.closed:
                 raise SchedulerClosedError("the scheduler was closed during the hand-out; its load ops are queued")
-            if self._current_turn is not turn or not self._queue.ops:
+            queue = self._queue
+            if self._current_turn is not turn or queue is None or not queue.ops:
                 return None
             self.check_not_lost()
             assert self._slots is not None
@@ -192,11 +193,11 @@ class TransferProtocol:
             number, generation = self._bursts_handed_out + 1, slot.generation + 1
             clock = BurstClock(turn.audience, turn.asked) if turn.audience else None
             progress = self._new_progress(clock is not None)
-            burst = Burst(number, slot, generation, self._queue, self.num_layers, waits, progress, clock)
-            empty, after_next = self._new_queue(), self._slots.after_next
+            burst = Burst(number, slot, generation, queue, self.num_layers, waits, progress, clock)
+            after_next = self._slots.after_next
             # Ctrl-C interrupts CPython after a call, so all of these or none.
             self._bursts_handed_out, slot.generation, slot.burst = number, generation, burst
-            self._slots.next_index, self._queue, self.unlaunched = after_next, empty, burst
+            self._slots.next_index, self._queue, self.unlaunched = after_next, None, burst
             self._alive.append(burst)
             return burst
 
@@ -254,7 +255,7 @@ class TransferProtocol:
         with self._lock:
             if not self._is_drained:
                 return self._register(waiter)
-            self._queue = self._new_queue()
+            self._queue = None
             self._acks.clear()
             if self._slots is not None:
                 self._slots.restart()
@@ -355,7 +356,7 @@ class TransferProtocol:
     @property
     def idle(self) -> bool:
         with self._lock:
-            return not (self._queue.ops or self._num_in_flight or self._acks)
+            return not (self._ops or self._num_in_flight or self._acks)
 
     def counts(self, *, asks_device: bool = True) -> dict[str, int]:
         """The numbers of `SchedulerStats`.
@@ -367,7 +368,7 @@ class TransferProtocol:
             slots = [] if self._slots is None else self._slots.slots
             num_free = sum(slot.is_free if asks_device else slot.is_over for slot in slots)
             return {
-                "queued_ops": len(self._queue.ops),
+                "queued_ops": len(self._ops),
                 "bursts_queued": num_queued,
                 "bursts_in_flight": self._num_in_flight - num_queued,
                 "free_slots": num_free,
@@ -392,8 +393,14 @@ class TransferProtocol:
         turn = None if self._turn is None else self._turn()
         return None if turn is None or turn.over else turn
 
-    def _new_queue(self) -> OpQueue:
-        return OpQueue(self.pool_names, self._new_indices())
+    @property
+    def _ops(self) -> Sequence[LoadOp]:
+        return () if self._queue is None else self._queue.ops
+
+    def _append(self, op: LoadOp) -> None:
+        if self._queue is None:
+            self._queue = OpQueue(self.pool_names, self._new_indices())
+        self._queue.append(op, self.pool_names[0])
 
     @property
     def _is_drained(self) -> bool:

@@ -77,11 +77,11 @@ def bench_interference(
     json: Json = None,
     device: Device = "auto",
     seed: Seed = 0,
-    rounds: Rounds = 5,
+    rounds: Rounds = 15,
     pages: Annotated[int, typer.Option(min=1, help="Pages of a burst.")] = 64,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the pools.")] = 78,
     row_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a page in one layer of K, and of V.")] = 8192,
-    window: Annotated[float, typer.Option(min=0.01, help="Seconds of bursts for each figure.")] = 0.25,
+    window: Annotated[float, typer.Option(min=0.01, help="Seconds of bursts for each figure.")] = 0.1,
 ) -> None:
     """Bursts while the engine scheduler is idle, runs pure Python, or mixes Python and small torch operations."""
     _check_row_bytes(row_bytes)

@@ -290,7 +290,9 @@ def test_the_ops_of_an_interrupted_load_are_left_to_python(
     wanted = expected_bytes(pair, OPS)
     scheduler = make_scheduler(PooledBackend([pair]))
     scheduler.load(OPS[0])
-    indices = scheduler._protocol._queue.indices
+    queue = scheduler._protocol._queue
+    assert queue is not None
+    indices = queue.indices
     with monkeypatch.context() as patch:
         patch.setattr(type(indices), "_add", interrupted)
         with pytest.raises(KeyboardInterrupt):
