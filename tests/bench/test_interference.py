@@ -44,6 +44,60 @@ def test_every_way_is_measured_under_every_load() -> None:
             assert min(row.result.values) > 0
 
 
+class Clock:
+    """Stands in for the `time` module: only steps take time, as many seconds as they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class ScriptedBurst:
+    """Its first layer has landed when it has been looked at twice, and all of it after four times."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+
+    def done(self) -> bool:
+        self._looks += 1
+        return self._looks >= 4
+
+    def layer_landed(self, layer: int) -> bool:
+        return self._looks >= 2
+
+    def wait_layer(self, layer: int) -> None:
+        self._looks = 4
+
+
+def test_the_first_burst_of_a_window_is_not_counted_and_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, bursts = Clock(), []
+    monkeypatch.setattr("hicache_sched.bench.interference.time", clock)
+
+    def hand_out() -> ScriptedBurst:
+        bursts.append(ScriptedBurst())
+        return bursts[-1]
+
+    def step() -> None:
+        seconds = {1: 1.0, 2: 50.0}.get(len(bursts), 2.0)  # the first is waited for, before the steps without
+        clock.now += seconds if len(bursts) < 7 else 1.0
+
+    with EmulatedDevice() as device:
+        bench = InterferenceBench("emulated", layers=4, pages=4, row_bytes=512, window=30.0, rounds=3, seed=0)
+        measured = bench._busy(device, step, hand_out)
+
+    assert len(bursts) == 7, "one before each time without bursts, one that is not counted, and four of 8 seconds"
+    assert measured == {
+        "latency": 8e3,
+        "first layer": 4e3,
+        "rate": 0.5,
+        "pause": 2e3,
+        "rate without": 1.0,
+        "pause without": 1e3,
+    }
+
+
 def test_a_rate_is_set_against_that_beside_the_copies_alone() -> None:
     bench = InterferenceBench("emulated", layers=2, pages=4, row_bytes=512, window=0.01, rounds=3, seed=0)
     rows = {(row.what, row.case): row for row in report_of(bench).rows}
