@@ -77,10 +77,14 @@ class Jobs:
             task.add_done_callback(partial(self._ended, burst))
             self._of_bursts[burst.id] = task
 
-    def begin_all(self) -> None:
-        """Start the jobs of all bursts that have none."""
+    def begin_all(self, last: float = math.inf) -> None:
+        """Start the jobs of all bursts that have none.
+
+        :param last: id of the last burst that is meant.
+        """
         for burst in self._protocol.bursts_alive():
-            self.begin(burst)
+            if burst.id <= last:
+                self.begin(burst)
 
     def wake_reached(self) -> None:
         """Wake whoever waits for a layer that has got there, of any burst."""

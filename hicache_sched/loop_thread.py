@@ -46,8 +46,8 @@ class Bells(Protocol):
     def hear_doorbell(self) -> None:
         """Silence it; what it was rung for is looked at after that."""
 
-    def hear_alarm(self) -> None:
-        """The same."""
+    def hear_alarm(self) -> int:
+        """The same; the id of the last burst that it has gone off for."""
 
 
 CANCEL_SECONDS = 1.0
@@ -116,8 +116,7 @@ class LoopThread(OwnThread):
         self._jobs.wake_reached()
 
     def _answer_alarm(self, bells: Bells) -> None:
-        bells.hear_alarm()
-        self._jobs.begin_all()
+        self._jobs.begin_all(bells.hear_alarm())
 
     def _close_loop(self) -> None:
         if self._loop.is_closed():

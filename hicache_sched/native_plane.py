@@ -175,9 +175,10 @@ class NativePlane:
         number: int = self.native.alarm_fd
         return number
 
-    def hear_alarm(self) -> None:
-        """The bursts that were handed over until now are going to be looked at."""
-        self.native.hear_alarm()
+    def hear_alarm(self) -> int:
+        """The id of the last burst that it has gone off for, 0 for none; they are going to be looked at."""
+        burst_id: int = self.native.hear_alarm()
+        return burst_id
 
     def _batch_error(self, burst: Burst, copy: int | None, cause: BaseException) -> BaseException:
         """About the layer that is not enqueued."""

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
-#include <cstdint>
 #include <ctime>
 #include <system_error>
 
@@ -33,16 +32,16 @@ Bell::Bell(int fd, const char* what) : fd_(fd) {
 
 Bell::~Bell() { close(fd_); }
 
-void Bell::silence() {
-  std::uint64_t count;
-  [[maybe_unused]] const auto ignored = read(fd_, &count, sizeof count);  // fails where it has not rung
-}
-
 Doorbell::Doorbell() : Bell(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), "eventfd") {}
 
 void Doorbell::ring() {
   // Fails only where the counter is full, and then it has been rung.
   [[maybe_unused]] const int ignored = eventfd_write(fd(), 1);
+}
+
+void Doorbell::silence() {
+  eventfd_t count;
+  [[maybe_unused]] const int ignored = eventfd_read(fd(), &count);  // fails where it has not rung
 }
 
 Alarm::Alarm() : Bell(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC), "timerfd_create") {}

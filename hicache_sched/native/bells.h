@@ -9,7 +9,6 @@ class Bell {
   Bell(const Bell&) = delete;
   Bell& operator=(const Bell&) = delete;
   int fd() const { return fd_; }  // readable while it has rung
-  void silence();                 // what was rung so far is heard
 
  protected:
   Bell(int fd, const char* what);  // throws std::system_error where the kernel gave none
@@ -23,9 +22,10 @@ class Doorbell : public Bell {
  public:
   Doorbell();
   void ring();
+  void silence();  // what was rung so far is heard
 };
 
-// Rings some time after it was set, unless it was unset before; nobody is woken by the setting.
+// Rings some time after it was set, until it is set again or unset; nobody is woken by the setting.
 class Alarm : public Bell {
  public:
   Alarm();

@@ -39,6 +39,7 @@ void Plane::hand_over(const BurstPtr& burst, std::int64_t id) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (burst->id != id) {  // a second time it may be read meanwhile
       burst->id = id;
+      burst->handed_over_at = now();
     }
     to_observe_.push_back(burst);
     try {
@@ -67,10 +68,28 @@ void Plane::abandon() {
   stop();
 }
 
-void Plane::hear_alarm() {
+std::int64_t Plane::hear_alarm() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  alarm_.silence();
+  alarm_.unset();
   alarm_is_set_ = false;
+  std::int64_t last = 0;
+  const double time = now();
+  const auto look_at = [&](const Burst& burst) {
+    const double left = burst.handed_over_at + patience_ - time;
+    if (left <= 0) {
+      last = std::max(last, burst.id);
+    } else if (!alarm_is_set_) {
+      alarm_.set(left);
+      alarm_is_set_ = true;
+    }
+  };
+  for (const Stop& report : reports_) {  // the owner has not ended it
+    look_at(*report.burst);
+  }
+  for (const BurstPtr& burst : to_observe_) {
+    look_at(*burst);
+  }
+  return last;
 }
 
 // With the mutex.

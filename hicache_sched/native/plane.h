@@ -75,7 +75,8 @@ struct Burst {
   std::shared_ptr<const void> ops;  // the memory of the indices
   Handle start = 0, fence = 0;
   const Handle* events = nullptr;  // the start of the ack, each layer, its finish: num_layers + 2
-  std::int64_t id = 0;             // by which its owner knows it
+  std::int64_t id = 0;             // by which its owner knows it; from 1, in order
+  double handed_over_at = 0;       // seconds; the plane's, with its mutex
 
   // The submitting thread's, and the owner's after that.
   std::vector<Joined> joined;
@@ -146,7 +147,7 @@ class Plane {
 
   Doorbell& doorbell() const { return *doorbell_; }
   const Alarm& alarm() const { return alarm_; }
-  void hear_alarm();  // it rings again for bursts that are handed over from here on
+  std::int64_t hear_alarm();  // the id of the last burst that it has rung for, 0 if those have ended meanwhile
 
   // For an owner who submits on the submitting thread.
   bool has_room_for(std::size_t layers);

@@ -628,6 +628,10 @@ PyObject* get_doorbell(PyObject* self, void*) { return PyLong_FromLong(held<Plan
 
 PyObject* get_alarm(PyObject* self, void*) { return PyLong_FromLong(held<PlanePtr>(self)->alarm().fd()); }
 
+PyObject* hear_alarm(PyObject* self, PyObject*) {
+  return PyLong_FromLongLong(held<PlanePtr>(self)->hear_alarm());
+}
+
 PyObject* hear_doorbell(PyObject* self, PyObject*) {
   held<PlanePtr>(self)->doorbell().silence();
   Py_RETURN_NONE;
@@ -699,7 +703,7 @@ PyMethodDef plane_methods[] = {
     {"abandon", tell<&Plane::abandon>, METH_NOARGS, nullptr},
     {"let_go", let_go, METH_NOARGS, nullptr},
     {"hear_doorbell", hear_doorbell, METH_NOARGS, nullptr},
-    {"hear_alarm", tell<&Plane::hear_alarm>, METH_NOARGS, nullptr},
+    {"hear_alarm", hear_alarm, METH_NOARGS, nullptr},
     {"has_room_for", has_room_for, METH_O, nullptr},
     {"make_room", make_room, METH_NOARGS, nullptr},
     {"add_layer", fast(add_layer), METH_FASTCALL, nullptr},

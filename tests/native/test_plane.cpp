@@ -1536,21 +1536,19 @@ void await_ring(const Alarm& alarm) {
   CHECK(poll(&look, 1, -1) == 1);
 }
 
-void an_alarm_rings_once_its_time_is_over_and_until_it_is_heard_or_unset() {
+void an_alarm_rings_once_its_time_is_over_and_until_it_is_set_again_or_unset() {
   Alarm alarm;
   CHECK(!rings(alarm) && remaining(alarm) == 0);
-  alarm.silence();
+  alarm.unset();
   for (const double seconds : {-1.0, 0.0, 1e-12, 1e-6, 1e-3}) {
     alarm.set(seconds);
     await_ring(alarm);
-    CHECK(rings(alarm));
-    alarm.silence();
-    CHECK(!rings(alarm) && remaining(alarm) == 0);  // once
+    CHECK(rings(alarm) && remaining(alarm) == 0);
+    alarm.unset();
+    CHECK(!rings(alarm) && remaining(alarm) == 0);
   }
   alarm.set(1e-6);
   await_ring(alarm);
-  alarm.unset();
-  CHECK(!rings(alarm));
   for (const double seconds : {2.75, 1000.0, 1e300}) {
     alarm.set(seconds);
     const double until = remaining(alarm);
@@ -1568,10 +1566,46 @@ void the_alarm_rings_for_a_burst_that_does_not_end_and_again_for_the_next_once_i
   await_ring(plane.alarm());
   world.hand_over(world.a_burst());
   CHECK(remaining(plane.alarm()) == 0);  // it has rung and not been heard
-  plane.hear_alarm();
+  world.all[1]->handed_over_at -= 1;
+  CHECK(plane.hear_alarm() == 2);
   CHECK(!rings(plane.alarm()) && remaining(plane.alarm()) == 0);
   world.hand_over(world.a_burst());
   await_ring(plane.alarm());
+  CHECK(plane.hear_alarm() == 3 && plane.hear_alarm() == 3);
+}
+
+void the_alarm_that_is_heard_is_set_for_the_first_burst_that_it_has_not_rung_for() {
+  World world(1000, 64, 1000);
+  Plane& plane = *world.plane;
+  CHECK(plane.hear_alarm() == 0 && remaining(plane.alarm()) == 0);
+  for (int burst = 0; burst < 4; ++burst) {
+    world.hand_over(world.a_burst());
+  }
+  CHECK(plane.hear_alarm() == 0 && remaining(plane.alarm()) > 999);
+  world.all[0]->handed_over_at -= 2000;
+  world.all[1]->handed_over_at -= 1000;
+  world.all[2]->handed_over_at -= 300;
+  world.all[3]->handed_over_at -= 200;
+  CHECK(plane.hear_alarm() == 2 && remaining(plane.alarm()) <= 700 && remaining(plane.alarm()) > 699);
+  world.hand_over(world.all[2]);  // a second time, which is no later time
+  CHECK(plane.hear_alarm() == 2 && remaining(plane.alarm()) <= 700);
+  world.all[2]->handed_over_at -= 1000;
+  world.all[3]->handed_over_at -= 1000;
+  CHECK(plane.hear_alarm() == 4 && remaining(plane.alarm()) == 0);
+}
+
+void the_alarm_rings_for_a_burst_whose_end_was_reported_and_not_dealt_with() {
+  World world(1000, 64, 1000);
+  Plane& plane = *world.plane;
+  world.hand_over(world.a_burst());
+  plane.stop();
+  CHECK(plane.submit().why == Plane::Stop::kTold);
+  plane.observe();
+  CHECK(plane.hear_alarm() == 0 && remaining(plane.alarm()) > 0);
+  world.all[0]->handed_over_at -= 1000;
+  CHECK(plane.hear_alarm() == 1);
+  plane.pop_report(1);
+  CHECK(plane.hear_alarm() == 0 && remaining(plane.alarm()) == 0);
 }
 
 void the_alarm_is_set_by_the_first_of_several_bursts() {
@@ -2307,9 +2341,11 @@ int main() {
   a_doorbell_is_rung_when_a_wanted_layer_gets_there_and_not_before();
   a_silenced_doorbell_can_be_rung_again();
   a_doorbell_is_closed_with_the_last_who_has_it();
-  an_alarm_rings_once_its_time_is_over_and_until_it_is_heard_or_unset();
+  an_alarm_rings_once_its_time_is_over_and_until_it_is_set_again_or_unset();
   the_alarm_rings_for_a_burst_that_does_not_end_and_again_for_the_next_once_it_was_heard();
   the_alarm_is_set_by_the_first_of_several_bursts();
+  the_alarm_that_is_heard_is_set_for_the_first_burst_that_it_has_not_rung_for();
+  the_alarm_rings_for_a_burst_whose_end_was_reported_and_not_dealt_with();
   the_alarm_is_unset_by_the_last_report_and_not_before();
   the_alarm_is_unset_once_nothing_is_in_flight_however_that_races();
   a_sleeper_is_woken_when_its_layer_gets_there_and_not_once_it_is_removed();

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +120,27 @@ def test_a_burst_that_lasts_has_a_job_although_nobody_looks(
     assert calls == [], "a job is woken by what it waits for"
 
 
+def test_only_bursts_that_the_alarm_went_off_for_have_jobs(
+    device: EmulatedDevice, make_scheduler: MakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = threading.Event()
+    hear = NativePlane.hear_alarm
+
+    def hear_of_the_first(self: NativePlane) -> int:
+        heard.wait(WAIT)
+        return min(hear(self), 1)
+
+    monkeypatch.setattr(NativePlane, "hear_alarm", hear_of_the_first)
+    scheduler = make_scheduler()
+    device.hold("h2d")
+    for number in (1, 2):
+        hand_out(scheduler, number)
+    heard.set()
+    eventually(lambda: bool(jobs_of(scheduler)))
+    assert list(jobs_of(scheduler)) == [1]
+    device.resume("h2d")
+
+
 def test_the_alarm_is_set_while_a_burst_is_in_flight_and_not_after(
     device: EmulatedDevice, make_scheduler: MakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,14 +247,13 @@ def test_a_loop_that_dies_of_the_alarm_logs_the_stall_all_the_same(
     original = getattr(owner, step)
     deaths: list[str] = []
 
-    def interrupted(*args: Any) -> None:
+    def interrupted(*args: Any) -> Any:
         if where == "after":
-            original(*args)
+            result = original(*args)
         if not deaths:
             deaths.append(step)
             raise SystemExit
-        if where == "before":
-            original(*args)
+        return result if where == "after" else original(*args)
 
     device.hold("h2d")
     with monkeypatch.context() as patch:
