@@ -53,6 +53,10 @@ class SchedulerConfig:
             raise ValueError(f"event_loop must be one of {get_args(EventLoop)}, not {self.event_loop!r}")
         if type(self.stall_log_interval) not in (int, float) or not self.stall_log_interval > 0:
             raise ValueError(f"stall_log_interval must be positive seconds, not {self.stall_log_interval!r}")
+        try:
+            float(self.stall_log_interval)
+        except OverflowError:
+            raise ValueError("stall_log_interval must be seconds, not more than a float can hold") from None
         if not isinstance(self.thread_name, str) or not self.thread_name:
             raise ValueError(f"thread_name must be a non-empty string, not {self.thread_name!r}")
         if self.plane not in get_args(Plane):

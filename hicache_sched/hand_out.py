@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -48,31 +49,38 @@ class SlotWait:
         waiter: which thread or task waits.
         slot: the slot it waits for.
         since: when it began, in `time.monotonic` seconds.
-        over: whether it has ended.
     """
 
-    def __init__(self, waiter: str, slot: int) -> None:
+    def __init__(self, waiter: str, slot: int, turn: Turn) -> None:
         self.waiter = waiter
         self.slot = slot
         self.since = time.monotonic()
-        self.over = False
+        self._turn = weakref.ref(turn)
+        self._finished = False
         self._watcher: Waiter | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended; also where Ctrl-C came before it could say so."""
+        return self._finished or (turn := self._turn()) is None or turn.over
 
     def watch(self, watcher: Waiter) -> None:
         """Have `watcher` woken when the wait ends; it looks at `over` afterwards."""
         self._watcher = watcher
 
     def finish(self) -> None:
-        self.over = True
+        self._finished = True
         if (watcher := self._watcher) is not None:
             watcher.wake()
 
 
 @contextmanager
-def slot_wait(protocol: TransferProtocol, report: Callable[[SlotWait], None], waiter: str | None) -> Iterator[None]:
+def slot_wait(
+    protocol: TransferProtocol, turn: Turn, report: Callable[[SlotWait], None], waiter: str | None
+) -> Iterator[None]:
     """Report the wait for the next slot while the body waits."""
     slot, _ = protocol.next_slot()
-    wait = SlotWait(waiter or threading.current_thread().name, slot)
+    wait = SlotWait(waiter or threading.current_thread().name, slot, turn)
     report(wait)
     try:
         yield

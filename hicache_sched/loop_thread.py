@@ -73,6 +73,7 @@ class LoopThread(OwnThread):
         self._make_loop = make_loop
         self._jobs = jobs
         self._bells = bells
+        self._closing = False
         self._loop = make_loop()
 
     def call(self, fn: Callable[..., object], *args: Any) -> None:
@@ -86,7 +87,11 @@ class LoopThread(OwnThread):
     def stop(self) -> None:
         self._stopping = True
         with suppress(RuntimeError):  # it has ended and its loop is closed
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._stop_loop)
+
+    def _stop_loop(self) -> None:
+        if not self._closing:  # told twice, the loop must not stop short of the end of its tasks
+            self._loop.stop()
 
     def _run_until_stopped(self) -> None:
         while not self._stopping:
@@ -121,6 +126,7 @@ class LoopThread(OwnThread):
     def _close_loop(self) -> None:
         if self._loop.is_closed():
             return
+        self._closing = True
         try:
             self._jobs.abandon()
             self._loop.run_until_complete(_cancel_all_tasks())

@@ -289,7 +289,7 @@ class TransferScheduler:
             found = hand_out.look(None)
             if found is PENDING:
                 task = asyncio.current_task()
-                with self._reported_slot_wait(None if task is None else task.get_name()):
+                with self._reported_slot_wait(turn, None if task is None else task.get_name()):
                     found = await hand_out.waits.wait(hand_out.look, timeout, hand_out.what)
             return self._handed_out(found)
         finally:
@@ -305,7 +305,7 @@ class TransferScheduler:
             hand_out = self._begin_hand_out(turn, fence)
             found = hand_out.look(None)
             if found is PENDING:
-                with self._reported_slot_wait(None):
+                with self._reported_slot_wait(turn, None):
                     found = hand_out.waits.block(hand_out.look, timeout, hand_out.what)
             return self._handed_out(found)
         finally:
@@ -502,7 +502,7 @@ class TransferScheduler:
         return self._handle(burst)
 
     @contextmanager
-    def _reported_slot_wait(self, waiter: str | None) -> Iterator[None]:
+    def _reported_slot_wait(self, turn: Turn, waiter: str | None) -> Iterator[None]:
         threads = self._threads
         if threads is None:  # inline mode has no stall timers
             yield
@@ -511,7 +511,7 @@ class TransferScheduler:
         def report(wait: SlotWait) -> None:
             threads.loop.call(threads.jobs.watch_slot, wait)
 
-        with slot_wait(self._protocol, report, waiter):
+        with slot_wait(self._protocol, turn, report, waiter):
             yield
 
     def _begin_reset(self) -> None:

@@ -47,6 +47,7 @@ def test_it_is_frozen() -> None:
     ("stall_log_interval", True, "stall_log_interval must be positive seconds, not True"),
     ("stall_log_interval", None, "stall_log_interval must be positive seconds, not None"),
     ("stall_log_interval", Decimal(1), "stall_log_interval must be positive seconds"),
+    ("stall_log_interval", 10**400, "stall_log_interval must be seconds, not more than a float can hold"),
     ("thread_name", "", "thread_name must be a non-empty string, not ''"),
     ("thread_name", 7, "thread_name must be a non-empty string, not 7"),
     ("poll_acks", 1, "poll_acks must be a bool, not 1"),

@@ -124,9 +124,17 @@ class NativeCore:
         number = _number(engine)
         self.check()
         is_call = not isinstance(work, CopyBatch)
-        operation = self._there(self._native.submit(stream.handle, number, work, is_call, duration, nbytes))
-        if stream.runs_inline:
-            self._run_inline(operation, work)
+        operation: Any = None
+        try:
+            operation = self._native.submit(stream.handle, number, work, is_call, duration, nbytes)
+            self._there(operation)
+            if stream.runs_inline:
+                self._run_inline(operation, work)
+        except BaseException:
+            # One that goes is abandoned, but whoever keeps the exception keeps this frame.
+            if operation is not None and stream.runs_inline:
+                self._native.abandon(operation)
+            raise
 
     def plane_device(self, h2d: NativeStream, index: NativeStream, names: tuple[str, str]) -> Any:
         """The device, as a native data plane calls it."""
@@ -243,16 +251,12 @@ class NativeCore:
 
     def _run_inline(self, operation: Any, work: Work) -> None:
         """Wait for the engine, then run the operation on the calling thread."""
-        try:
-            self._there(self._native.await_turn(operation))
-            if isinstance(work, CopyBatch):
-                work.execute()
-            else:
-                work()
-            self._native.complete(operation)
-        except BaseException:
-            self._native.abandon(operation)
-            raise
+        self._there(self._native.await_turn(operation))
+        if isinstance(work, CopyBatch):
+            work.execute()
+        else:
+            work()
+        self._native.complete(operation)
         self.check()  # lost in the middle of it
 
 

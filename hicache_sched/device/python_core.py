@@ -236,20 +236,27 @@ class PythonCore:
             self.block_on(record)
 
     def operate(self, stream: CoreStream, engine: EngineName, work: Work, duration: float, nbytes: int) -> None:
-        with self._admission(stream):
-            state = self._engine(engine)
-            self.check()
-            if state.failures:
-                raise state.failures.popleft()
-            if state.bandwidth is not None:
-                duration += nbytes / state.bandwidth
-            operation = _Operation(stream, state, work, duration, time.monotonic())
-            if stream.runs_inline:
-                operation.gate = _closed_gate()
-                self._gates.add(operation.gate)
-            self._submit(stream, operation)
-        if operation.gate is not None:
-            self._run_inline(operation, operation.gate)
+        gate = _closed_gate() if stream.runs_inline else None
+        operation: _Operation | None = None
+        try:
+            with self._admission(stream):
+                state = self._engine(engine)
+                self.check()
+                if state.failures:
+                    raise state.failures.popleft()
+                if state.bandwidth is not None:
+                    duration += nbytes / state.bandwidth
+                operation = _Operation(stream, state, work, duration, time.monotonic())
+                if gate is not None:
+                    operation.gate = gate
+                    self._gates.add(gate)
+                self._submit(stream, operation)
+            if gate is not None:
+                self._run_inline(operation, gate)
+        except BaseException:
+            if operation is not None and gate in self._gates:  # interrupted where it was about to run it
+                self._leave(operation, gate, 0.0)
+            raise
 
     # -- how far it has got -----------------------------------------------------------------------------------
 
@@ -400,14 +407,21 @@ class PythonCore:
                 self.check()
             finished = self._perform(operation)
         finally:
-            with self._lock:
-                self._gates.discard(gate)
-                if operation.engine.running is operation:
-                    self._complete(operation, finished or time.monotonic())
-                else:  # interrupted before its turn: the engine's thread makes nothing of it when that comes
-                    operation.work, operation.duration, operation.gate = _nothing, 0.0, None
+            self._leave(operation, gate, finished)
         with self._lock:
             self.check()  # lost in the middle of it
+
+    def _leave(self, operation: _Operation, gate: threading.Lock, finished: float) -> None:
+        """The calling thread is done with an inline operation. The lock is not held.
+
+        :param finished: 0 where it was interrupted.
+        """
+        with self._lock:
+            self._gates.discard(gate)
+            if operation.engine.running is operation:
+                self._complete(operation, finished or time.monotonic())
+            else:  # interrupted before its turn: the engine's thread makes nothing of it when that comes
+                operation.work, operation.duration, operation.gate = _nothing, 0.0, None
 
     def _perform(self, operation: _Operation) -> float:
         """Do the work and let its duration pass; return its virtual completion time. The lock is not held.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import signal
 import sys
@@ -25,6 +26,7 @@ from hicache_sched.device import EmulatedDevice, EmulatedStream
 from hicache_sched.device.emulated_core import ENGINES, EngineName
 from tests.builders import running_functions
 from tests.device.batches import NO_COPIES, row_copies
+from tests.scheduler.interrupt import InterruptAfterCall
 
 WAIT = 30.0
 
@@ -922,6 +924,27 @@ def test_ctrl_c_while_an_inline_launch_takes_its_time_leaves_engine_and_stream_u
     stream.synchronize()
     device.launch(lambda: done.append("inline again"))
     assert done == ["after", "inline again"]
+
+
+@pytest.mark.parametrize("function", ["operate", "_run_inline"])
+def test_ctrl_c_anywhere_in_an_inline_launch_leaves_the_engine_usable_though_somebody_keeps_the_exception(
+    device: EmulatedDevice, stream: EmulatedStream, function: str
+) -> None:
+    kept: list[BaseException] = []
+    for call in itertools.count():
+        interrupt = InterruptAfterCall(function, call)
+        sys.setprofile(interrupt)
+        try:
+            device.launch(lambda: None)
+        except KeyboardInterrupt as exc:
+            kept.append(exc)
+        finally:
+            sys.setprofile(None)
+        if not interrupt.done:
+            break
+        launch_on(device, stream, lambda: None)
+        Blocked(stream.synchronize).finish()
+    assert len(kept) == call > 2
 
 
 @pytest.mark.parametrize("name", ["event.synchronize", "event.wait inline", "stream.synchronize", "device.synchronize"])

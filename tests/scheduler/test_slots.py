@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import sys
+import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,6 +15,8 @@ import pytest
 from hicache_sched import AckStatus, HiCacheSchedError, LoadHandle, TransferScheduler, TransferTimeoutError
 from hicache_sched.device import EmulatedDevice
 from tests.builders import LaunchingBackend, MakeScheduler, hand_out, load_op
+from tests.scheduler.crowd import WAIT, eventually
+from tests.scheduler.interrupt import InterruptAfterCall
 from tests.scheduler.looking import looks_again
 
 StartLoading = Callable[..., Awaitable[LoadHandle | None]]
@@ -204,3 +210,57 @@ def test_events_of_a_burst_are_not_used_again_while_a_wait_holds_them(
     third.wait_layer(0, timeout=30)
     assert third._burst.events is not held
     assert burst.drop_events() is held
+
+
+@pytest.mark.parametrize("function", ["slot_wait", "_reported_slot_wait", "finish", "start_loading_sync"])
+def test_ctrl_c_in_a_hand_out_that_waits_leaves_nobody_who_says_that_it_waits(
+    device: EmulatedDevice, make_scheduler: MakeScheduler, logs: list[Any], function: str
+) -> None:
+    interrupted = 0
+    for call in itertools.count():
+        scheduler = make_scheduler(num_slots=1, stall_log_interval=0.01)
+        device.hold("h2d")
+        hand_out(scheduler, 1)
+        scheduler.load(load_op(2))
+        interrupt = InterruptAfterCall(function, call)
+        sys.setprofile(interrupt)
+        try:
+            with suppress(TransferTimeoutError, KeyboardInterrupt):
+                scheduler.start_loading_sync(timeout=0.001)
+        finally:
+            sys.setprofile(None)
+        assert scheduler._threads is not None
+        jobs = scheduler._threads.jobs
+        eventually(lambda jobs=jobs: jobs._of_slot is None or jobs._of_slot.done())  # type: ignore[misc]
+        device.resume("h2d")
+        scheduler.close(WAIT)
+        if not interrupt.done:
+            break
+        interrupted += 1
+    assert interrupted > 0
+    assert [entry for entry in logs if entry["event"] == "thread_failed"] == []
+
+
+def test_a_loop_that_is_told_to_stop_again_and_again_ends_its_tasks(
+    make_scheduler: MakeScheduler, logs: list[Any]
+) -> None:
+    scheduler = make_scheduler()
+    threads = scheduler._threads
+    assert threads is not None
+    ended = threading.Event()
+
+    async def last_step_takes_some() -> None:
+        try:
+            await asyncio.sleep(WAIT)
+        finally:
+            for _ in range(50):
+                threads.stop()
+                await asyncio.sleep(0)
+            ended.set()
+
+    tasks: list[asyncio.Task[None]] = []
+    threads.loop.call(lambda: tasks.append(asyncio.get_running_loop().create_task(last_step_takes_some())))
+    eventually(lambda: bool(tasks))
+    scheduler.close(WAIT)
+    assert ended.is_set()
+    assert [entry for entry in logs if entry["event"] == "thread_failed"] == []
