@@ -230,7 +230,9 @@ def test_ctrl_c_in_a_hand_out_that_waits_leaves_nobody_who_says_that_it_waits(
         finally:
             sys.setprofile(None)
         assert scheduler._threads is not None
-        jobs = scheduler._threads.jobs
+        jobs, told = scheduler._threads.jobs, threading.Event()
+        scheduler._threads.loop.call(told.set)  # behind what the hand-out told it
+        assert told.wait(WAIT)
         eventually(lambda jobs=jobs: jobs._of_slot is None or jobs._of_slot.done())  # type: ignore[misc]
         device.resume("h2d")
         scheduler.close(WAIT)
