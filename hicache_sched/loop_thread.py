@@ -90,7 +90,8 @@ class LoopThread(OwnThread):
             self._loop.call_soon_threadsafe(self._stop_loop)
 
     def _stop_loop(self) -> None:
-        if not self._closing:  # told twice, the loop must not stop short of the end of its tasks
+        if not self._closing:  # told twice, it would stop short of the end of its tasks
+            self._closing = True
             self._loop.stop()
 
     def _run_until_stopped(self) -> None:
