@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import _weakrefset
+import weakref
 from typing import Any
+
+_OF_THE_COLLECTOR = {weakref.__file__, _weakrefset.__file__}
+"""Where Python code is that the garbage collector calls, wherever it happens to run: what is raised there is lost."""
 
 
 class InterruptOnLine:
@@ -38,6 +43,8 @@ class InterruptAfterCall:
     def __call__(self, frame: Any, event: str, arg: object) -> None:
         caller = frame if event == "c_return" else frame.f_back if event == "return" else None
         if self.done or caller is None or caller.f_code.co_name != self._function:
+            return
+        if frame.f_code.co_filename in _OF_THE_COLLECTOR:
             return
         if self._num_left:
             self._num_left -= 1
