@@ -14,12 +14,6 @@ import structlog
 Level = Literal["debug", "info", "warning", "error"]
 
 _log = structlog.get_logger()
-_NUMBERS: dict[Level, int] = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-}
 
 
 def is_ctrl_c(exc: BaseException) -> bool:
@@ -34,7 +28,7 @@ def is_dropped(level: Level) -> bool:
         for name in ("is_enabled_for", "isEnabledFor"):  # structlog's filtering loggers, and its loggers over logging's
             # Of the type: to a logger that wraps another one any name may be one to log by.
             if (is_enabled := getattr(type(logger), name, None)) is not None:
-                return not is_enabled(logger, _NUMBERS[level])
+                return not is_enabled(logger, getattr(logging, level.upper()))
     return False
 
 

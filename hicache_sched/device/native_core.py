@@ -99,11 +99,7 @@ class NativeCore:
 
     def record(self, stream: NativeStream, event: Any, *call: object) -> None:
         self.check()
-        if self._calls is None:  # every hand-out comes here
-            if not self._native.record(stream.handle, event):
-                self.check()
-        else:
-            self._there(self._listed(call, self._native.record, stream.handle, event))
+        self._there(self._listed(call, self._native.record, stream.handle, event))
 
     def wait(self, stream: NativeStream, event: Any, *call: object) -> None:
         self.check()

@@ -254,7 +254,7 @@ class PythonCore:
             if gate is not None:
                 self._run_inline(operation, gate)
         except BaseException:
-            if operation is not None and gate in self._gates:  # interrupted where it was about to run it
+            if operation is not None and gate in self._gates:  # it has not left
                 self._leave(operation, gate, 0.0)
             raise
 
@@ -400,21 +400,17 @@ class PythonCore:
 
     def _run_inline(self, operation: _Operation, gate: threading.Lock) -> None:
         """Wait for the engine, then run the operation on the calling thread. The lock is not held."""
-        finished = 0.0
-        try:
-            gate.acquire()
-            with self._lock:
-                self.check()
-            finished = self._perform(operation)
-        finally:
-            self._leave(operation, gate, finished)
+        gate.acquire()
+        with self._lock:
+            self.check()
+        self._leave(operation, gate, self._perform(operation))
         with self._lock:
             self.check()  # lost in the middle of it
 
     def _leave(self, operation: _Operation, gate: threading.Lock, finished: float) -> None:
         """The calling thread is done with an inline operation. The lock is not held.
 
-        :param finished: 0 where it was interrupted.
+        :param finished: when it ended, virtually; 0 where that was by an exception.
         """
         with self._lock:
             self._gates.discard(gate)
